@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json`` and ``docs/measured.md``."""
+"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json`` and ``docs/benchmarks.md``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ from typing import Any
 import torch
 
 import penstock
-from benchmarks import backward, cut, gpu, inside, loops, memory, page, plan, replicas, steps
+from benchmarks import (
+    backward,
+    cut,
+    gpu,
+    inside,
+    loops,
+    memory,
+    page,
+    plan,
+    replicas,
+    schedules,
+    steps,
+)
 from penstock.doctor.rates import processor
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
+    "schedules": schedules.compare,
     "inside": inside.compare,
     "backward": backward.compare,
     "memory": memory.compare,
@@ -35,7 +48,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"which: {', '.join(BENCHES)}; by default all")
     parser.add_argument("--rounds", type=int, default=20, help="paired times per figure")
     parser.add_argument("--output", type=Path, default=Path("bench-results"))
-    parser.add_argument("--page", type=Path, default=Path("docs/measured.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
     chosen = parser.parse_args()
     unknown = sorted(set(chosen.names) - set(BENCHES))
     if unknown or chosen.rounds < 2:

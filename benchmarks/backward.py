@@ -185,9 +185,9 @@ def compare_times(width: int, rerun: bool, rounds: int) -> dict[str, Any]:
         return Ratios([one[part] for one in found[name]], [one[part] for one in found[base]])
 
     figures = {
-        "F beside a plain forward": ratios("split", "F"),
-        "I + W beside a plain backward": ratios("split", "I+W"),
-        "I + W beside torch's package": ratios("split", "I+W", "peer"),
+        "F against a plain forward": ratios("split", "F"),
+        "I + W against a plain backward": ratios("split", "I+W"),
+        "I + W against torch's package": ratios("split", "I+W", "peer"),
     }
     title = f"backward, width {width:4}{', recomputed' if rerun else ''}"
     for name, of in figures.items():
@@ -227,7 +227,7 @@ def compare_bytes(width: int, **options: bool) -> dict[str, Any]:
     figures = {
         "bytes": found,
         "I of F": ours["I"] / ours["F"],
-        "between the halves, beside torch's package": bytes_to_json(ours["I"], others["I"]),
+        "between the halves, against torch's package": bytes_to_json(ours["I"], others["I"]),
     }
     kind = "SwiGLU, RMSNorm" if options.get("gated", True) else "GELU, LayerNorm"
     kind += ", recomputed" if options.get("rerun") else ""

@@ -1,7 +1,7 @@
 """On GPUs: a step, its memory, the two halves of backward, and what the host does for each action.
 
 ``make bench ARGS=gpu`` is the one command to run where there is a GPU: on one, all ranks share it, beside a
-plain loop; on several, each rank has its own over NCCL, beside torch's package. It runs on a CPU too, to try
+plain loop; on several, each rank has its own over NCCL, against torch's package. It runs on a CPU too, to try
 the bench itself, with narrow models.
 """
 
@@ -67,7 +67,7 @@ def halves(width: int, rounds: int) -> dict[str, Any]:
     parts = backward.times(stage, rounds, partial(settled, device()))
     both = {name: [each["I+W"] for each in found] for name, found in parts.items()}
     figures = {
-        f"I + W beside {told}": Ratios(both["split"], both[base])
+        f"I + W against {told}": Ratios(both["split"], both[base])
         for base, told in (("plain", "a plain backward"), ("peer", "torch's package"))
     }
     for name, ratios in figures.items():
@@ -76,7 +76,7 @@ def halves(width: int, rounds: int) -> dict[str, Any]:
     print(f"width {width}: between the halves {ours / peers:.2f} of the peer's memory")
     return {
         **{name: ratios.to_json() for name, ratios in figures.items()},
-        "memory between the halves, beside torch's package": bytes_to_json(ours, peers),
+        "memory between the halves, against torch's package": bytes_to_json(ours, peers),
     }
 
 
@@ -165,7 +165,7 @@ def steps(case: str, schedule: str, rounds: int, workers: WorkerPool | None) -> 
         print(f"  peak memory {peaks['ours'] / peaks['beside']:.2f} of that of {base}")
         memory["peak memory"] = bytes_to_json(peaks["ours"], peaks["beside"])
     return {
-        f"time, beside {base}": ratios.to_json(),
+        f"time, against {base}": ratios.to_json(),
         **memory,
         "idle": replies[0]["idle"],
         "simulated idle": simulated,

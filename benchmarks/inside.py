@@ -1,4 +1,4 @@
-"""One training step with all ranks in this process, beside the same microbatches in a plain loop."""
+"""One training step with all ranks in this process, against the same microbatches in a plain loop."""
 
 from __future__ import annotations
 

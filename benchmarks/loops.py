@@ -1,4 +1,4 @@
-"""An epoch of Lightning and of transformers' Trainer in one process, beside the unmodified one.
+"""An epoch of Lightning and of transformers' Trainer in one process, against the unmodified one.
 
 Each model is a small Llama, trained on the same tokens. Ours are two ranks that take turns in the process,
 with 1F1B and four microbatches, so that every layer computes on a quarter of the batch at a time: what is

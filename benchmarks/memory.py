@@ -1,6 +1,6 @@
 """The most memory of a step on two processes: Penstock, torch's package and the simulator.
 
-Counted are the bytes that tensors take at any moment of a step on each rank, beside weights and their
+Counted are the bytes that tensors take at any moment of a step on each rank, without weights and their
 gradients: also buffers that stay from step to step. All run the same stages in one run; the simulator knows
 what they take from a profile in one process.
 """
@@ -109,7 +109,7 @@ def compare(rounds: int) -> dict[str, Any]:
             told = [f"memory, {schedule}, MiB on each rank:"]
             for rank, expected in enumerate(predicted(measured, schedule)):
                 here, beside = found[rank]["ours"], found[rank]["peer"]
-                name = f"{schedule}, rank {rank}, beside"
+                name = f"{schedule}, rank {rank}, against"
                 figures[f"{name} torch's package"] = bytes_to_json(here, beside)
                 figures[f"{name} the simulator"] = bytes_to_json(here, expected)
                 mib = [f"{size / 2**20:.1f}" for size in (here, beside, expected)]

@@ -1,4 +1,4 @@
-"""The page `docs/measured.md`: every ratio that `make bench` has measured, written from its JSON files."""
+"""The page `docs/benchmarks.md`: every ratio that `make bench` has measured, written from its JSON files."""
 
 from __future__ import annotations
 
@@ -9,29 +9,39 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_TOP = """# Measured
+_TOP = """# Benchmarks
 
-`make bench` writes this page: nobody edits its figures. Each ratio is Penstock's time or memory over that of
-what stands beside it. Both take turns in one run, so that a machine whose speed drifts is fair to both.
-Below 1, Penstock takes less. A ratio is the median of the rounds; half of them lie within its range.
+`make bench` writes the figures on this page. Each ratio is Penstock's time or memory divided by that of a
+baseline: below 1, Penstock takes less. Both take turns in one run, so that a machine whose speed drifts is
+fair to both. A ratio is the median over the rounds (and the interquartile range). The machine has two CPU
+cores and no GPU.
 
 """
-_BETWEEN = "memory, SwiGLU and RMSNorm{}, between the halves, beside torch's package"
-_REMEMBERED = {
-    "A step that is all overhead, two processes, 1F1B": [
-        "tiny, 1F1B, beside torch's package, time"
+_PEER = "torch's package"
+_TINY = "tiny, {}, against {}, time"
+_REMEMBERED: dict[str, list[str | tuple[str, str]]] = {
+    "A step of a small GPT, two processes, 1F1B": [f"gpt, 1F1B, against {_PEER}, time"],
+    "A step that is all overhead, two processes, 1F1B; ZB-V": [
+        _TINY.format("1F1B", _PEER),
+        _TINY.format("ZB-V", _PEER),
     ],
-    "The same, ZB-V": ["tiny, ZB-V, beside torch's package, time"],
-    "A step of a small GPT, two processes, 1F1B": ["gpt, 1F1B, beside torch's package, time"],
-    "Both halves of a backward pass, width 256": ["time, width 256, I + W beside torch's package"],
-    "Memory between the halves, SwiGLU block; the same under activation checkpointing": [
-        _BETWEEN.format(""),
-        _BETWEEN.format(", checkpointed"),
+    "The same without Unix sockets for small messages": [
+        (_TINY.format("1F1B", "Penstock without sockets"), _TINY.format("1F1B", _PEER)),
+        (_TINY.format("ZB-V", "Penstock without sockets"), _TINY.format("ZB-V", _PEER)),
     ],
-    "A step of two by two replicas, large layers": ["large, beside torch's package"],
+    "Peak memory of a step above weights and gradients, ZB-H1, rank 0; rank 1": [
+        f"ZB-H1, rank 0, against {_PEER}",
+        f"ZB-H1, rank 1, against {_PEER}",
+    ],
+    "A step of two by two replicas, large layers": [f"large, against {_PEER}"],
+    "An epoch of a larger model in one process, baseline the unmodified Lightning; transformers' Trainer": [
+        "Lightning, large",
+        "transformers' Trainer, large",
+    ],
 }
-"""What the page opens with: figures that a reader remembers, each with its rows. README.md has them too."""
-_COLUMNS = "| | ratio (range) | Penstock | beside it |\n|---|---|---|---|\n"
+"""What the page opens with: each row's name, and the rows of sections it comes from; of two rows together,
+the quotient of their baselines."""
+_COLUMNS = "| | ratio (range) | Penstock | baseline |\n|---|---|---|---|\n"
 _UNITS = {"seconds": (1e3, "ms"), "bytes": (2**-20, "MiB")}
 
 
@@ -56,17 +66,27 @@ def write(results: Path, page: Path) -> None:
 
 def _remembered(text: str) -> str:
     """The table of what a reader remembers, from the rows of a text."""
-    cells = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
-    # A ratio of bytes has no range.
-    ratios = {
-        row[0]: re.sub(r"^(\S+) \(\1 to \1\)", r"\1", row[1]) for row in cells if len(row) > 1
-    }
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    rows = {row[0]: row for row in cells if len(row) == 4}
     lines = [
-        f"| {what} | {'; '.join(ratios[row] for row in rows)} |\n"
-        for what, rows in _REMEMBERED.items()
-        if ratios.keys() >= {*rows}
+        f"| {what} | {'; '.join(_cell(source, rows) for source in sources)} |\n"
+        for what, sources in _REMEMBERED.items()
+        if all(name in rows for source in sources for name in _names(source))
     ]
-    return f"| | Penstock ÷ torch's package |\n|---|---|\n{''.join(lines)}\n" if lines else ""
+    top = "| | Penstock ÷ `torch.distributed.pipelining`, or the baseline named |\n|---|---|\n"
+    return f"{top}{''.join(lines)}\n" if lines else ""
+
+
+def _names(source: str | tuple[str, str]) -> tuple[str, ...]:
+    return source if isinstance(source, tuple) else (source,)
+
+
+def _cell(source: str | tuple[str, str], rows: Mapping[str, list[str]]) -> str:
+    if isinstance(source, tuple):
+        above, below = (float(rows[name][3].split()[0]) for name in source)
+        return f"{above / below:.2f}"
+    # A ratio of bytes has no range.
+    return re.sub(r"^(\S+) \(\1 to \1\)", r"\1", rows[source][1])
 
 
 def _sections(text: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One training step of two by two replicas: averages that overlap, beside DistributedDataParallel.
+"""One training step of two by two replicas: averages that overlap, against DistributedDataParallel.
 
 All run the same stages in four gloo processes, two replicas of two ranks, 1F1B. Beside ours, each stage is in
 torch's DistributedDataParallel, whose reducer runs in the backward of the last microbatch: once in
@@ -160,5 +160,5 @@ def compare(rounds: int) -> dict[str, Any]:
             for other, title in (("peer", "torch's package"), ("hand", "a loop by hand")):
                 ratios = Ratios(replies[0]["ours"], replies[0][other])
                 print(f"step of 2 x 2 replicas, {case}: {ratios.told(title)}")
-                figures[f"{case}, beside {title}"] = ratios.to_json()
+                figures[f"{case}, against {title}"] = ratios.to_json()
     return figures

@@ -20,9 +20,9 @@ from campaigns.run import Campaign, Rows
 from campaigns.table import Row
 from penstock._engine.weights import telling
 from penstock._engine.weights.states import Offer, judged
-from penstock.checkpoint.contents import WEIGHTS, Targets, alike, held_of
+from penstock.checkpoint.contents import OPTIMIZER, STATE, WEIGHTS, Targets
 from penstock.checkpoint.loading import Loading
-from penstock.checkpoint.planning import file_of
+from penstock.checkpoint.planning import file_of, grouped
 from penstock.checkpoint.saving import Leader
 from penstock.checkpoint.table import TABLE, CheckpointTable, table_text
 
@@ -110,24 +110,19 @@ def describe_rank(
         step: the optimizer's count as a Python number; None for a tensor.
         rate: the learning rate.
     """
-    values = {}
-    for name, _ in shapes:
-        key = f"optimizer/{name}"
-        kept: dict[str, Any] = {
-            one: {"$": "tensor", "of": f"{key}/{one}"} for one in ("exp_avg", "exp_avg_sq")
-        }
-        values[key] = kept | {"step": step if step is not None else _scalar(key)}
+    tensor = {"$": "tensor"}
+    kept = {"exp_avg": tensor, "exp_avg_sq": tensor, "step": tensor if step is None else step}
     names = {
         "kinds": {"model": WEIGHTS, "optimizer": "AdamW", "scheduler": "a state"},
         "tied": {},
         "groups": {"optimizer": [[name for name, _ in shapes]]},
     }
-    held = held_of(_tensors(shapes, shard, shards, scalars=step is None))
+    held = grouped(_tensors(shapes, shard, shards, scalars=step is None))
     return {
-        "parts": held.parts,
-        "tensors": held.tensors,
+        "parts": [part for part, _ in held],
+        "keys": [keys for _, keys in held],
         "names": names,
-        "values": alike(values),
+        "values": [[kept, [f"optimizer/{name}" for name, _ in shapes]]],
         "settings": {"optimizer": [{"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}]},
         "state scheduler": [{"last_epoch": rate}, {}],
         "shared": {},
@@ -138,13 +133,9 @@ def offer_of(shapes: Shapes, table: CheckpointTable) -> Offer:
     """What a rank has when it loads what such ranks have saved, and what it is given."""
     names = [name for name, _ in shapes]
     here = [f"{label}/{name}" for label in ("model", "optimizer") for name in names]
-    about = [["model"], ["optimizer", "scheduler"]]
+    about = [["model", WEIGHTS], ["optimizer", OPTIMIZER], ["scheduler", STATE]]
     problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
     return Offer(sorted(here), sorted(table.names), problems, about)
-
-
-def _scalar(key: str) -> dict[str, str]:
-    return {"$": "tensor", "of": f"{key}/step"}
 
 
 def _tensors(shapes: Shapes, shard: int, shards: int, *, scalars: bool) -> Iterator[Any]:
@@ -152,11 +143,10 @@ def _tensors(shapes: Shapes, shard: int, shards: int, *, scalars: bool) -> Itera
         rows = -(-shape[0] // shards)
         begin = min(shard * rows, shape[0])
         box = (begin, *[0] * (len(shape) - 1)), (min(rows, shape[0] - begin), *shape[1:])
-        yield f"model/{name}", "BF16", shape, box
-        for one in ("exp_avg", "exp_avg_sq"):
-            yield f"optimizer/{name}/{one}", "F32", shape, box
+        yield ["BF16", shape, *box], [f"model/{name}"]
+        yield ["F32", shape, *box], [f"optimizer/{name}/{of}" for of in ("exp_avg", "exp_avg_sq")]
         if scalars:
-            yield f"optimizer/{name}/step", "F32", (), ((), ())
+            yield ["F32", (), (), ()], [f"optimizer/{name}/step"]
 
 
 # ---- a save, and a load

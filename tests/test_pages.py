@@ -103,7 +103,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 CODE_OF = {page: list(blocks(page)) for page in PAGES}
-LONG = {"lightning", "peft", "transformers", "transformers-trainer", "trl"}
+LONG = {"lightning", "transformers", "transformers-trainer", "trl-and-peft"}
 """Pages whose programs take long, and do what tests of integrations and examples do by day."""
 
 
@@ -211,7 +211,7 @@ class Wrapped(nn.Module):
 def test_layers_of_torch_wait_where_they_come_down_to_products(
     module: nn.Module, copies: int, waits: set[str]
 ) -> None:
-    """docs/backward.md; ``nn.LSTM`` in float32 is one piece where torch has oneDNN."""
+    """docs/split-backward.md; ``nn.LSTM`` in float32 is one piece where torch has oneDNN."""
     model = Wrapped(module, copies)
     x = torch.randn(3, 2, 4, dtype=next(module.parameters()).dtype, requires_grad=True)
     output = model(x)
@@ -221,7 +221,7 @@ def test_layers_of_torch_wait_where_they_come_down_to_products(
 
 
 def test_the_way_of_a_batch_goes_by_these_names() -> None:
-    page = (ROOT / "docs/the-way-of-a-batch.md").read_text()
+    page = (ROOT / "docs/architecture.md").read_text()
     steps = re.findall(r"^\| \d \| `(\S+?)\.py`, `([\w.]+)`", page, re.MULTILINE)
     assert len(steps) == 7
     for file, name in steps:
@@ -231,7 +231,7 @@ def test_the_way_of_a_batch_goes_by_these_names() -> None:
 
 
 def test_the_batch_of_a_tokenizer_travels() -> None:
-    """docs/values.md."""
+    """docs/how-cutting-works.md."""
     encoding = pytest.importorskip("transformers").BatchEncoding
 
     class Packs(nn.Linear):

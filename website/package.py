@@ -40,7 +40,7 @@ def build() -> Path:
         inside, source = opened.namelist(), archive.getnames()
     for wanted in ("penstock/py.typed", "licenses/LICENSE"):
         assert any(name.endswith(wanted) for name in inside), f"{wanted} is not in {wheel.name}"
-    for wanted in ("LICENSE", "README.md", "docs/inside.md", "tests/conftest.py"):
+    for wanted in ("LICENSE", "README.md", "docs/architecture.md", "tests/conftest.py"):
         assert any(name.endswith(wanted) for name in source), f"{wanted} is not in {sdist.name}"
     assert not [name for name in inside if not name.startswith("penstock")], (
         "the wheel holds other files"

@@ -168,4 +168,4 @@ def test_the_search_finds_pages(site: Path, address: str, browser: Any, served: 
 
 def test_the_site_has_a_changelog_and_says_where_pages_are(site: Path) -> None:
     assert "0.1.0" in (site / "changelog.html").read_text()
-    assert "docs/training.md" in (site / "training.html").read_text()
+    assert "docs/batches.md" in (site / "batches.html").read_text()

@@ -1,6 +1,6 @@
 """Random programs: a model, its data, its loss and a Pipeline, each trained by it and by a plain loop.
 
-A failure prints the smallest program that fails so, and the command that repeats it. See docs/fuzzing.md.
+A failure prints the smallest program that fails so, and the command that repeats it. See docs/campaigns.md.
 """
 
 from __future__ import annotations

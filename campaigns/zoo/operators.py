@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from importlib.metadata import requires
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor
 
 _LIBRARY: Any = None
@@ -34,6 +36,9 @@ def have_torchvision() -> bool:
     global _LIBRARY
     if importlib.util.find_spec("torchvision") is None:
         return False
+    needs = {need.name: need for need in map(Requirement, requires("torchvision") or ())}
+    if needs["torch"].specifier.contains(torch.__version__):
+        return True
     if _LIBRARY is None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):

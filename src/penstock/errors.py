@@ -121,8 +121,7 @@ class PeerFailed(PenstockError, RuntimeError):
     """Another rank failed, died or makes no progress; the message names it, and what it was doing.
 
     Attributes:
-        failures: all failures that are known, in the order in which they happened; see
-            :class:`penstock._engine.faults.Failure`.
+        failures: all failures that are known, in the order in which they happened.
         status: the exit status that the first one means.
     """
 

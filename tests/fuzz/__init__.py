@@ -1,1 +1,1 @@
-"""Random programs, each run as a plain loop and as a Pipeline; see docs/fuzzing.md."""
+"""Random programs, each run as a plain loop and as a Pipeline; see docs/campaigns.md."""

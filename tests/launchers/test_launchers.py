@@ -1,4 +1,4 @@
-"""docs/launchers.md: each command starts the page's program, where its launcher is installed."""
+"""docs/launching.md: each command starts the page's program, where its launcher is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launchers import slurm
 from tests.processes import Ended, free_port, run_program
 from tests.test_pages import CODE_OF, ROOT, Block
 
-PAGE = CODE_OF[ROOT / "docs/launchers.md"]
+PAGE = CODE_OF[ROOT / "docs/launching.md"]
 LIMIT = 150.0
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""The programs of docs/machines-that-go.md, stopped and started again, beside runs that nothing stopped."""
+"""The programs of docs/elastic-training.md, stopped and started again, beside runs that nothing stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.test_pages import CODE_OF, ROOT
 pytestmark = pytest.mark.on_cpu("recipes resume, whatever they compute on")
 PROGRAMS = {
     block.said: block.text
-    for block in CODE_OF[ROOT / "docs/machines-that-go.md"]
+    for block in CODE_OF[ROOT / "docs/elastic-training.md"]
     if block.mark == "file"
 }
 SIGNALLED = """

@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from penstock.errors import StageError, UsageError
 from penstock.pipelining._backward import (
     ParamGroup,
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    reverse_closure,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -218,63 +213,3 @@ def test_the_halves_work_in_any_mode() -> None:
             (grad,), groups = stage_backward_input([loss], None, [value], model.parameters())
             grads = stage_backward_weight(model.parameters(), groups)
         assert_equal([grad, *grads], expected)
-
-
-# ---- the graph
-
-
-def node(tensor: Tensor) -> Node:
-    function = _get_grad_fn_or_grad_acc(tensor)
-    assert function is not None
-    return function
-
-
-def test_the_reverse_graph_has_an_entry_for_each_edge() -> None:
-    value = x()
-    squared = value * value
-    output = squared @ torch.eye(6).double()
-    assert construct_reverse_graph([node(output), None, node(squared), node(output)]) == {
-        node(output): [],
-        node(squared): [node(output)],
-        node(value): [node(squared)] * 2,
-    }
-
-
-def test_the_reverse_closure_stops_at_targets() -> None:
-    value = x()
-    first = value.exp()
-    second = first.sin()
-    reverse = construct_reverse_graph([node(second.cos())])
-    closure, met = reverse_closure([node(value), None], {node(second)}, reverse)
-    assert closure == {node(value), node(first)}
-    assert met == {node(second)}
-
-
-def groups_of(inputs: list[Tensor], weights: list[Tensor], output: Tensor) -> list[set[Node]]:
-    reverse = construct_reverse_graph([node(output)])
-    groups = get_param_groups([node(v) for v in inputs], [node(w) for w in weights], reverse)
-    return [group["params"] for group in groups]
-
-
-def test_weights_that_share_an_intermediate_share_a_group() -> None:
-    value, first, second, third = (x(3, 3) for _ in range(4))
-    apart, together = [{node(first)}, {node(second)}], [{node(first), node(second)}]
-    assert groups_of([value], [first, second], (value @ first) @ second) == apart
-    assert groups_of([value], [first, second], torch.addmm(second, value, first)) == together
-    assert groups_of([value], [first, second], value @ (first * second)) == together
-    joined = torch.addmm(third, torch.addmm(third, value, first), second)
-    assert groups_of([value], [first, second, third], joined) == [
-        {node(weight) for weight in (first, second, third)}
-    ]
-    # What no gradient reaches is left out; a weight that is an input counts as an input.
-    assert groups_of([value], [third, first], value @ first) == [{node(first)}]
-    assert groups_of([value, first], [first], value @ first) == []
-
-
-def test_intermediates_are_where_weights_leave_the_path_to_the_inputs() -> None:
-    value, weight = x(3, 3), x(3, 3)
-    first = value @ weight.t()
-    second = first.relu() @ weight.t()
-    reverse = construct_reverse_graph([node(second)])
-    (group,) = get_param_groups([node(value)], [node(weight)], reverse)
-    assert group["intermediates"] == {node(first), node(second)}

@@ -1,8 +1,9 @@
-"""Stages that are driven without a schedule, and weights that stages share."""
+"""Loops and calls of stages that go wrong, and weights that stages share."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition import Shared
-from penstock.pipelining import PipelineStage, ScheduleGPipe
+from penstock.pipelining import PipelineStage
 from penstock.pipelining.schedules import PipelineScheduleSingle
 from penstock.testing import WorkerPool
 from tests.pipelining.stages import OURS, WIDTH, Held, Layer, X, Y, sum_loss
@@ -20,100 +21,28 @@ from tests.pipelining.test_processes import loop_of_turns
 PART = X[:2]
 
 
-def driven(count: int = 2, **examples: Any) -> Held:
-    """Stages that know what travels."""
-    held = Held(OURS, at={0: [*range(count)]}, **examples)
-    passed: Any = (PART,)
-    for stage in held.stages:
-        passed = stage._prepare_forward_infra(2, passed, {}, has_backward=True)
-        stage._prepare_backward_infra(2)
-    return held
+CALLS: list[Callable[[Any], Any]] = [
+    lambda stage: stage.forward_one_chunk(0, (PART,)),
+    lambda stage: stage.backward_one_chunk(0),
+    lambda stage: stage.backward_weight_one_chunk(0),
+    lambda stage: stage.get_fwd_recv_ops(0),
+    lambda stage: stage.get_bwd_send_ops(0),
+]
 
 
-def squares(module: Any, output: Tensor) -> Tensor:
-    """A loss of the output and, beside it, of the last weights."""
-    loss: Tensor = output.square().sum() + module.second.weight.square().sum()
-    return loss
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_outside_of_a_step_are_refused(call: Callable[[Any], Any]) -> None:
+    stage = PipelineStage(Layer(), 0, 1, "cpu")
+    stage.has_backward = True
+    with pytest.raises(RuntimeError, match=r"no step: .*backward_one_chunk.*_step_microbatches"):
+        call(stage)
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("examples", [{}, {"output_args": PART.clone().requires_grad_()}])
-def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
-    held = driven(**examples)
-    first, last = held.stages
-    for microbatch in range(2):
-        output = first.forward_one_chunk(microbatch, (PART,))
-        assert first.get_fwd_send_ops(microbatch) == []
-        last.set_local_fwd_input(output, microbatch)
-        loss = squares(last.submod, last.forward_one_chunk(microbatch, ()))
-        last.backward_one_chunk(microbatch, loss=loss, full_backward=not halves)
-        first.set_local_bwd_input(last.get_local_bwd_output(microbatch), microbatch)
-        first.backward_one_chunk(microbatch, full_backward=not halves)
-        for stage in (first, last) if halves else ():
-            stage.backward_weight_one_chunk(microbatch)
-    for stage in (first, last):
-        stage.perform_reduce_grad(2)
-    squares(held.plain[1], held.plain(PART)).backward()
-    expected = {name: p.grad for name, p in held.plain.named_parameters()}
-    torch.testing.assert_close(held.gradients(), expected)
-
-
-class Masks(nn.Module):
-    """Takes a mask before the values that learn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, mask: Tensor, hidden: Tensor, scale: Tensor) -> Tensor:
-        return self.linear(hidden.where(mask, 0.0)) * scale  # type: ignore[no-any-return]
-
-
-def test_gradients_by_hand_stand_at_the_places_of_the_values() -> None:
-    stage = PipelineStage(Masks(), 1, 2, "cpu")
-    stage._prepare_forward_infra(1, has_backward=True)
-    values = PART > 0, PART, torch.tensor(3.0)
-    stage.set_local_fwd_input(values, 0)
-    stage.backward_one_chunk(0, loss=stage.forward_one_chunk(0).sum())
-    mask, *leaves = [v.clone().requires_grad_(v.is_floating_point()) for v in values]
-    expected = torch.autograd.grad(stage.submod(mask, *leaves).sum(), leaves)
-    gradients = stage.get_local_bwd_output(0)
-    assert gradients[0] is None
-    torch.testing.assert_close(gradients[1:], expected)
-
-
-def test_what_comes_too_early_is_named() -> None:
-    first, last = driven().stages
-    with pytest.raises(RuntimeError, match="set_local_fwd_input comes first"):
-        last.forward_one_chunk(0, ())
-    last.set_local_fwd_input(first.forward_one_chunk(0, (PART,)), 0)
-    last.forward_one_chunk(0, ())
-    with pytest.raises(RuntimeError, match="set_local_bwd_input comes first"):
-        first.backward_one_chunk(0)
-    with pytest.raises(RuntimeError, match="out of range of 2 chunks"):
-        first.backward_one_chunk(2)
-    with pytest.raises(RuntimeError, match="starts at loss="):
-        last.backward_one_chunk(0)
-    with pytest.raises(AssertionError, match="full_backward=False"):
-        last.backward_weight_one_chunk(0)
-    fresh = PipelineStage(Layer(), 0, 2, "cpu")
-    fresh.stage_index_to_group_rank = {0: 0, 1: 1}
-    with pytest.raises(RuntimeError, match="drive them in its _step_microbatches"):
-        fresh.get_fwd_send_ops(0)
-    fresh.backward_one_chunk(0)  # without a backward they do nothing
-    fresh.backward_weight_one_chunk(0)
-    fresh.has_backward = True
-    with pytest.raises(RuntimeError, match="no chunks yet"):
-        fresh.backward_one_chunk(0)
-
-
-def test_the_next_step_drops_what_was_left() -> None:
-    (stage,) = driven(1).stages
-    stage.forward_one_chunk(0, (PART,))
-    assert stage.in_flight == 1
-    ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(PART, target=PART)
-    assert stage.in_flight == 0
-    assert stage.fwd_cache == {}
+def test_without_a_backward_its_calls_do_nothing() -> None:
+    stage = PipelineStage(Layer(), 0, 1, "cpu")
+    stage.backward_one_chunk(0)
+    stage.backward_weight_one_chunk(0)
+    assert stage.get_bwd_send_ops(0) == []
 
 
 def test_a_loop_that_failed_leaves_nothing_for_the_next_step() -> None:
@@ -157,6 +86,31 @@ def too_early(stage: Any, args: Any) -> None:
         stage.forward_one_chunk(0)
 
 
+def without_loss(stage: Any, args: Any) -> None:
+    """The last stage has no loss to start from."""
+    forward(stage, args)
+    if stage.is_last:
+        stage.backward_one_chunk(0)
+
+
+def beyond(stage: Any, args: Any) -> None:
+    forward(stage, args)
+    if stage.is_last:
+        stage.backward_one_chunk(2)
+
+
+def half_of_nothing(stage: Any, args: Any) -> None:
+    forward(stage, args)
+    if stage.is_last:
+        stage.backward_weight_one_chunk(0)
+
+
+def forward(stage: Any, args: Any) -> None:
+    stage.get_fwd_recv_ops(0)
+    stage.forward_one_chunk(0, args[0])
+    stage.get_fwd_send_ops(0)
+
+
 def by_the_schedule_too(stage: Any, args: Any) -> None:
     """The class has no actions, and the step has begun by hand."""
     PipelineScheduleSingle._step_microbatches(Early.current)
@@ -165,6 +119,9 @@ def by_the_schedule_too(stage: Any, args: Any) -> None:
 WRONG: list[tuple[Any, int, str]] = [
     (other_values, 0, "SpecError: 0SEND_F1: .*float32.2, 4.*float32.1, 4"),
     (too_early, 1, "stage 1 has nothing for microbatch 0; get_fwd_recv_ops comes first"),
+    (without_loss, 1, "starts at loss="),
+    (beyond, 1, "chunk 2 is out of range of 2 chunks"),
+    (half_of_nothing, 1, "full_backward=False"),
     (by_the_schedule_too, 0, "either by a loop over stages or by the schedule"),
 ]
 """What a loop does wrong, and which rank says what."""

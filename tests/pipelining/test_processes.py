@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import Pipeline
+from penstock.schedule import add_communication, prefetch, reduce_gradients, to_csv
 from penstock.testing import WorkerError, WorkerPool
 from tests.pipelining.stages import (
     CHUNKS,
@@ -188,11 +191,40 @@ def refused(group: Any) -> list[str]:
 
 def test_every_rank_hears_what_is_wrong_on_one(workers: WorkerPool) -> None:
     first, second = run(workers, "refused")
-    assert first[0] == second[0]
-    assert "rank 0: " in first[0]
+    assert second[0] == first[0].replace(": ", ": rank 0: ", 1)
+    assert first[0].startswith("MicrobatchError: expected 4 microbatches")
     assert second[1] == "TypeError: losses must be a list, not a tuple"
     assert first[1] == f"StageError: rank 1: before the first microbatch: {second[1]}"
     assert "rank 1: a forward-only schedule has no loss" in first[2]
+
+
+def unmade(group: Any) -> list[str]:
+    """Rank 0 alone makes something wrong, and goes on; the other one makes all, and steps."""
+    texts = []
+    for wrong in (
+        lambda: OURS.PipelineStage(Layer(), 0, 2, "cpu", input_args=("a",), group=group),
+        lambda: Held(OURS, group, "GPipe").schedule("1F1B", 1),
+        lambda: Pipeline.from_stages([], schedule="1F1B", microbatches=0, mesh=group),
+    ):
+        try:
+            if dist.get_rank(group) == 0:
+                wrong()
+            held = Held(OURS, group, "GPipe")
+            held.step(held.schedule("GPipe"))
+        except (ValueError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        held = Held(OURS, group, "GPipe")
+        held.check_steps(held.schedule("GPipe"), 1)
+    return texts
+
+
+def test_an_error_in_making_stages_is_raised_on_every_rank_at_once(workers: WorkerPool) -> None:
+    """Also if the rank that finds it catches it: the others do not wait for the rendezvous to time out."""
+    first, second = workers.run(f"{__name__}:unmade", 2, 30.0)
+    assert [text.partition(":")[0] for text in first] == [
+        *("PipeliningMetadataError", "UsageError", "UsageError"),
+    ]
+    assert second == [f"AgreementError: rank 0: {text}" for text in first]
 
 
 def stops_stepping(group: Any) -> None:
@@ -563,19 +595,18 @@ class Replicas(Held):
                 set_model_state_dict(module, values, options=options)
 
 
-def spread(group: Any, schedule: str, how: str) -> None:
+def spread(group: Any, schedule: str, how: str, folder: str) -> None:
     """Three steps of two replicas of two ranks, under a loop or an order that has the collectives."""
     held = Replicas("GPipe" if schedule == "turns" else "Interleaved1F1B", how)
     if schedule == "turns":
         one = held.schedule(loop_of_turns(OURS))
     else:
         # It says when sharded stages are gathered, freed and reduced.
-        order = held.schedule("Interleaved1F1B").pipeline_order
-        rows = {rank: OURS._add_unshard_reshard(row) for rank, row in order.items()}
-        rows = {rank: OURS._add_reduce_grad(row, CHUNKS) for rank, row in rows.items()}
-        rows = OURS._add_send_recv(rows, lambda stage: stage % 2, 4)
+        whole = reduce_gradients(prefetch(held.schedule("Interleaved1F1B").schedule))
+        file = Path(folder, f"{dist.get_rank()}.csv")
+        file.write_text(to_csv(add_communication(whole)))
         one = held.schedule(OURS._PipelineScheduleRuntime)
-        one._prepare_schedule_with_comms(rows, format="compute_comms")
+        one._load_csv(file, format="compute_comms")
     models = [*held.modules, held.plain]
     optimizers = [torch.optim.AdamW(model.parameters(), 0.01) for model in models]
     for _ in range(3):
@@ -588,5 +619,7 @@ def spread(group: Any, schedule: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "how"), [("turns", "ddp"), ("whole order", "fsdp")])
-def test_replicated_and_sharded_stages(workers: WorkerPool, schedule: str, how: str) -> None:
-    run(workers, "spread", 4, schedule=schedule, how=how)
+def test_replicated_and_sharded_stages(
+    workers: WorkerPool, schedule: str, how: str, tmp_path: Path
+) -> None:
+    run(workers, "spread", 4, schedule=schedule, how=how, folder=str(tmp_path))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, edge_to, is_recomputed, read_early
@@ -131,6 +131,17 @@ PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """The types of saved tensors that can be kept: others may compute their gradients in ways of their own."""
 
 
+def leaves_below(nodes: Iterable[Node]) -> set[Any]:
+    """The accumulators of weights that some nodes lead to, or are themselves."""
+    ahead = list(nodes)
+    reached = set(ahead)
+    for node in ahead:
+        below = {successor for successor, _ in node.next_functions if successor} - reached
+        reached |= below
+        ahead += below
+    return {node for node in reached if type(node) is LEAF}
+
+
 class PendingGradients:
     """What one microbatch's inputs' half leaves for its weights' half; its length is the uses that wait.
 
@@ -182,13 +193,8 @@ class PendingGradients:
     @property
     def weights(self) -> set[int]:
         """The weights whose gradients wait, by identity."""
-        ahead: list[Any] = [edge.node for use in self.uses for edge in use.edges]
-        reached = set(ahead)
-        for node in ahead:
-            below = {successor for successor, _ in node.next_functions if successor} - reached
-            reached |= below
-            ahead += below
-        return {id(node.variable) for node in reached if type(node) is LEAF}
+        leaves = leaves_below(edge.node for use in self.uses for edge in use.edges)
+        return {id(leaf.variable) for leaf in leaves}
 
     def deliver(self) -> None:
         """Add the gradients to the weights' ``.grad``; nothing waits then."""

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from penstock._engine.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock._engine.transport import Job
-from penstock._engine.weights.files import Box, whole_box
-from penstock._engine.weights.optimizers import (
-    find_groups,
-    fitting_settings,
-    read_states,
-    write_states,
-)
 from penstock._engine.weights.states import LoadResult, Offer
 from penstock._engine.weights.telling import distinct
 from penstock._engine.weights.trees import decode
-from penstock.checkpoint.contents import MODEL, OPTIMIZER, RANDOMNESS, STATE, WEIGHTS, Targets
+from penstock.checkpoint.contents import (
+    OPTIMIZER,
+    RANDOMNESS,
+    STATE,
+    WEIGHTS,
+    Fit,
+    Labelled,
+    OptimizerState,
+    Targets,
+)
 from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import CheckpointTable
 from penstock.errors import (
@@ -37,8 +34,6 @@ from penstock.errors import (
     StateDictError,
     UsageError,
     listed,
-    printable,
-    quoted,
     shortened,
 )
 
@@ -146,91 +141,31 @@ class Loading:
     """
 
     def __init__(self, table: CheckpointTable, targets: Targets) -> None:
-        self._table, self._saved = table, table.contents
-        self._targets = targets
-        self._weights: dict[str, list[tuple[str, Any, str]]] = {}
-        self._settings: dict[str, list[dict[str, Any]]] = {}
-        self._states: list[str] = []
-        self._used: set[str] = set()
-        self._problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
-        self._ready: list[Callable[[], None]] = []
+        self._table, self._targets = table, targets
+        self._matched: list[Labelled] = []
         self.step = table.step
-        self.extra = decode(self._saved.extra)
+        self.extra = decode(table.contents.extra)
 
     def match(self) -> Offer:
         """Compare the checkpoint with what this process has."""
-        targets = self._targets
-        for label in targets.weights:
-            if self._is_saved(label, WEIGHTS):
-                self._weights[label] = list(self._match_weights(label))
-        for label, optimizer in targets.optimizers.items():
-            if self._is_saved(label, OPTIMIZER):
-                self._settings[label] = self._match_groups(label, optimizer)
-        self._states = [label for label in targets.states if self._is_saved(label, STATE)]
-        matched = {*self._weights, *self._settings}
-        asked = sorted(name for name in self._table.names if name.partition("/")[0] in matched)
-        labels = [[*targets.weights], [*targets.optimizers, *targets.states]]
-        return Offer(sorted(self._used), asked, self._problems, labels)
-
-    def _is_saved(self, label: str, kind: str) -> bool:
-        saved = self._saved.kinds.get(label)
-        is_saved = saved == kind or (kind == OPTIMIZER and label in self._saved.groups)
-        if not is_saved and not (saved is None and label == RANDOMNESS):
-            labels = ", ".join(f"{one}=" for one in self._saved.kinds)
-            what = "was not saved" if saved is None else f"is {kind}, {shortened(saved)} was saved"
-            self._problems["loose"].append(f"{label}= {what}; there are {labels}")
-        return is_saved
-
-    def _match_weights(self, label: str) -> Iterator[tuple[str, Any, str]]:
-        """Yield each weight's name, the weight itself, and its key in the checkpoint."""
-        saved, problems = self._saved, self._problems
-        for first, keys, value in self._targets.held(label):
-            keys += [saved.tied[key] for key in keys if key in saved.tied]
-            self._used.update(keys)
-            is_tensor = isinstance(value, Tensor)
-            there: Any = saved.tensors if is_tensor else saved.place_of_value
-            key = next((one for one in keys if one in there), None)
-            if key is None:
-                problems["missing"].append(keys[0])
-                continue
-            if is_tensor:
-                shape, dtype = list(self._table.shape(key)), self._table.dtype(key)
-                if shape != list(value.shape):
-                    text = f"{key}: {shape} was saved, {list(value.shape)} is here"
-                    problems["hard"].append(f"of another shape: {text}")
-                elif dtype != value.dtype:
-                    text = f"{key}: {dtype} was saved, {value.dtype} is here"
-                    problems["loose"].append(f"of another type: {text}")
-            yield first, value, key
-
-    def _match_groups(self, label: str, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The settings to load into each of an optimizer's groups."""
-        saved_kind, problems = self._saved.kinds.get(label, ""), self._problems
-        kind, groups, *_ = read_states(optimizer, self._targets.names, f"{label}=")
-        if saved_kind != kind:
-            text = f"{label}= is of the class {kind}, {printable(saved_kind, '')} was saved"
-            problems["loose"].append(text)
-        saved = [(of.settings, of.parameters) for of in self._saved.groups[label]]
-        numbers, missing, differ = find_groups([of for _, of in groups], saved)
-        problems["loose"] += [f"{label}: {text}" for text in differ]
-        problems["missing"] += [f"{label}/{name}" for name in missing]
-        self._used.update(f"{label}/{name}" for _, names in groups for name in names)
-        if numbers != list(range(len(saved))):
-            problems["hard"] += [
-                f"{one}= keeps a value for each group of {label}=, which has other groups here than when it "
-                "was saved; make the same ones in the same order, or leave it out"
-                for one, of in self._targets.states.items()
-                if isinstance(of, LRScheduler)
-                and of.optimizer is optimizer
-                and one in self._saved.kinds
-            ]
+        fit, saved = Fit(), self._table.contents
         with self._reading():
-            settings = [{} if n is None else decode(saved[n][0]) for n in numbers]
-            if not all(isinstance(of, dict) for of in settings):
-                raise InputFileError(f"the settings of {label}= are no settings of groups")
-        fitting, unfit = fitting_settings(optimizer, settings)
-        problems["loose"] += [f"{label}: {text}" for text in unfit]
-        return fitting
+            for one in self._targets.all:
+                kind = saved.kinds.get(one.label)
+                if kind == one.kind or (one.kind == OPTIMIZER and one.label in saved.groups):
+                    self._matched.append(one)
+                    one.match(self._table, fit)
+                elif kind is not None or one.label != RANDOMNESS:
+                    there = ", ".join(f"{label}=" for label in saved.kinds)
+                    what = (
+                        f"is {one.kind}, {shortened(kind)} was saved" if kind else "was not saved"
+                    )
+                    fit.loose.append(f"{one.label}= {what}; there are {there}")
+        named = {one.label for one in self._matched if one.kind != STATE}
+        asked = sorted(name for name in self._table.names if name.partition("/")[0] in named)
+        labels = [[one.label, one.kind] for one in self._targets.all]
+        problems = {"hard": fit.hard, "missing": fit.missing, "loose": fit.loose}
+        return Offer(sorted(fit.used), asked, problems, labels)
 
     def check(
         self, strict: bool, result: LoadResult, problems: Mapping[str, list[str]], parts: Any
@@ -251,27 +186,19 @@ class Loading:
             raise StateDictError(
                 f"{path} {fits}, and nothing was loaded{hint}:\n\t" + "\n\t".join(lines)
             )
-        rows = distinct(parts, "about")
-        weights, others = ({label for row in rows for label in row[of]} for of in (0, 1))
-        left = [
-            label for label in self._saved.kinds if label not in weights | others | {RANDOMNESS}
-        ]
-        if left and others - {RANDOMNESS}:
+        given = dict(row for rows in distinct(parts, "about") for row in rows)
+        left = [label for label in self._table.contents.kinds if label not in {*given, RANDOMNESS}]
+        # Who loads weights alone does not go on with the run.
+        goes_on = any(kind != WEIGHTS for label, kind in given.items() if label != RANDOMNESS)
+        if left and goes_on:
             log.warning("%s also holds %s, which load() was not given", path, ", ".join(left))
 
     @torch.no_grad()
     def read(self) -> None:
         """Read all but the weights into new memory, and look for these; nothing is changed."""
         with self._reading():
-            # Weights are read last, when other targets have already changed.
-            for _, value, key in chain.from_iterable(self._weights.values()):
-                if isinstance(value, Tensor):
-                    self._table.reads(key, region_of(value) or whole_box(value.shape))
-            for label in self._states:
-                state = decode(self._table.value(label), self._table.read)
-                self._ready.append(partial(self._targets.states[label].load_state_dict, state))
-            for label, settings in self._settings.items():
-                self._ready.append(self._read_optimizer(label, settings))
+            for one in self._matched:
+                one.read(self._table)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -283,75 +210,30 @@ class Loading:
                 f"{self._table.path} is damaged, and nothing was loaded: {error}"
             ) from error
 
-    def _read_optimizer(
-        self, label: str, settings: Sequence[Mapping[str, Any]]
-    ) -> Callable[[], None]:
-        optimizer, names = self._targets.optimizers[label], self._targets.names
-        saved = self._saved.groups[label]
-        known = {name for group in saved for name in group.parameters}
-        states = {}
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            name = names.get(id(parameter), "")  # none for those of other ranks
-            if name in known:
-                tree = self._table.value(f"{label}/{name}", {})
-                state = decode(tree, partial(self._read_state, parameter, name))
-                if not isinstance(state, dict):
-                    raise InputFileError(f"what {label}= keeps for {quoted([name])} is not a dict")
-                states[name] = state
-        return partial(write_states, optimizer, names, settings, states)
-
-    def _read_state(self, parameter: Tensor, name: str, key: str) -> Tensor:
-        """Read an optimizer's tensor for a parameter; if that is sharded, only the part for this process."""
-        region: Box | None = None
-        if is_sharded(parameter) and self._table.shape(key) == tuple(parameter.shape) != ():
-            region = region_of(parameter)
-        value = self._table.read(key, region)
-        # If a weight is cast when loaded, so are its optimizer states of the same type.
-        for weight in (f"{MODEL}/{name}", name.replace(".", "/", 1)):
-            if value.dim() and weight in self._saved.tensors:
-                alike = self._table.dtype(weight) == value.dtype
-                value = value.to(parameter.dtype) if alike else value
-        return value if region is None else with_local(parameter, value.to(parameter.device))
-
     @torch.no_grad()
     def fill(self) -> None:
         """Fill all targets, the weights last."""
-        for give in self._ready:
+        order = STATE, OPTIMIZER, WEIGHTS
+        for one in sorted(self._matched, key=lambda one: order.index(one.kind)):
             try:
-                give()
+                one.fill(self._table)
             except PenstockError:
                 raise
             except Exception as error:
+                if one.kind == WEIGHTS:
+                    raise
                 text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
                 raise StateDictError(
                     f"{self._table.path}: what was saved is not taken, and no weights were loaded ({text})"
                 ) from error
-        for label, matched in self._weights.items():
-            self._fill_weights(label, matched)
         pipe = self._targets.pipe
         if pipe is None:
             return
-        for optimizer in self._targets.optimizers.values():
-            pipe.weights.was_loaded(optimizer)
-        if RANDOMNESS not in self._saved.kinds:
+        for one in self._targets.all:
+            if isinstance(one, OptimizerState):
+                pipe.weights.was_loaded(one.optimizer)
+        if RANDOMNESS not in self._table.contents.kinds:
             # A plain loop, for example, saves none.
             text = "%s holds no seed and step of random numbers: the next step is taken to be number %d"
             log.warning(text, self._table.path, self.step)
             pipe.randomness.load_state_dict({"seed": pipe.randomness.seed, "step": self.step})
-
-    def _fill_weights(self, label: str, matched: Sequence[tuple[str, Any, str]]) -> None:
-        weights = self._targets.weights[label]
-        memory = weights.memory()
-        others: dict[str, Any] = {}
-        for first, tensor, key in matched:
-            if not isinstance(tensor, Tensor):
-                others[first] = decode(self._table.value(key), self._table.read)
-            elif local_part(tensor).data_ptr() not in memory:
-                # The module's hooks made this tensor for the state dict, and load it back.
-                others[first] = spread(tensor, self._table.read(key))
-            elif (region := region_of(tensor)) is None:
-                tensor.copy_(spread(tensor, self._table.read(key)))
-            else:
-                local_part(tensor).copy_(self._table.read(key, region))
-        if others:
-            weights.load(others)

@@ -6,18 +6,19 @@ and tensors that are divided alike share one division.
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from penstock._engine.weights.files import DTYPES, Box, whole_box
 from penstock.errors import CheckpointError
 
-_Type = tuple[str, tuple[int, ...]]
-Holder = tuple[int, int]
-"""A process, and a tensor's place among those of the process."""
+_Kind = tuple[str, tuple[int, ...]]
+"""The type and the shape of tensors."""
 _MOST_DIMS = 8
 """The most dimensions along which one tensor may be divided."""
 
@@ -27,25 +28,32 @@ class HeldTensors(NamedTuple):
 
     Attributes:
         parts: the parts that it holds, each once: the type and shape of a tensor, offsets and sizes.
-        tensors: for each key, the number of its part.
+        keys: for each of them, the keys of the tensors of which it holds this part.
     """
 
     parts: Sequence[Any]
-    tensors: Mapping[str, int]
+    keys: Sequence[Sequence[str]]
 
 
 class WritePlan(NamedTuple):
     """Who writes what, and what the table says of it.
 
     Attributes:
-        shares: for each process, the places of the tensors of which it writes what it holds.
+        shares: for each process, the places among its keys of the tensors of which it writes its part.
         writers: the processes that write a file, in the order of the table's files.
-        table: the ``types``, ``divisions`` and ``tensors`` of the table.
+        tensors: the ``tensors`` of the table.
     """
 
     shares: list[list[int]]
     writers: list[int]
-    table: dict[str, Any]
+    tensors: list[dict[str, Any]]
+
+
+class _Tensor(NamedTuple):
+    """A tensor, and for each of its parts, who holds it: processes, and the tensor's place in each."""
+
+    kind: _Kind
+    holders: dict[Box, list[tuple[int, int]]]
 
 
 def file_of(process: int) -> str:
@@ -58,6 +66,14 @@ def part_name(key: str, shape: Sequence[int], box: Box) -> str:
     return key if list(box[1]) == list(shape) else f"{key}@{','.join(map(str, box[0]))}"
 
 
+def grouped(pairs: Iterable[tuple[Any, Iterable[str]]]) -> list[tuple[Any, list[str]]]:
+    """JSON data and the keys that have it, each once."""
+    keys_of: dict[str, dict[str, None]] = {}
+    for value, keys in pairs:
+        keys_of.setdefault(json.dumps(value), {}).update(dict.fromkeys(keys))
+    return [(json.loads(text), list(keys)) for text, keys in keys_of.items()]
+
+
 def plan_writes(held: Sequence[HeldTensors], name: Callable[[int], str]) -> WritePlan:
     """Assign each part to one process that writes it, so that all write about equally much.
 
@@ -68,22 +84,20 @@ def plan_writes(held: Sequence[HeldTensors], name: Callable[[int], str]) -> Writ
     Raises:
         CheckpointError: the parts do not make up the tensors, or a type cannot be written.
     """
-    types, holders = _collect(held, name)
+    tensors = _collect(held, name)
     shares: list[list[int]] = [[] for _ in held]
     loads = [0] * len(held)
-    divisions: dict[Any, int] = {}
-    place_of: dict[str, int] = {}
+    pieces_of: dict[str, tuple[tuple[int, Box], ...]] = {}
     checked: set[Any] = set()
 
-    def order(key: str) -> tuple[bool, int]:
-        shared = max(map(len, holders[key].values())) > 1
-        return shared, -_nbytes(types[key][0], types[key][1])
+    def order(tensor: tuple[str, _Tensor]) -> tuple[bool, int]:
+        kind, holders = tensor[1]
+        return max(map(len, holders.values())) > 1, -_nbytes(*kind)
 
     # What only one process has is settled first, and then what is large, so that the rest evens out.
-    for key in sorted(holders, key=order):
-        dtype, shape = types[key]
+    for key, ((dtype, shape), holders) in sorted(tensors.items(), key=order):
         pieces = []
-        for box, having in sorted(holders[key].items()):
+        for box, having in sorted(holders.items()):
             # Of those that hold it, the one with the least to write so far.
             process, place = min(having, key=lambda holder: loads[holder[0]])
             # One more, so that tensors without data are spread too.
@@ -91,78 +105,58 @@ def plan_writes(held: Sequence[HeldTensors], name: Callable[[int], str]) -> Writ
             shares[process].append(place)
             pieces.append((process, box))
         boxes = tuple(box for _, box in pieces)
-        if (shape, boxes) not in checked:
-            if not tiles(shape, boxes):
-                raise CheckpointError(
-                    f"the processes that save do not hold all parts of {key}, or hold some twice; give "
-                    "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
-                )
-            checked.add((shape, boxes))
-        if len(pieces) == 1:
-            place_of[key] = pieces[0][0]
-        else:
-            place_of[key] = -1 - divisions.setdefault(tuple(pieces), len(divisions))
+        if (shape, boxes) not in checked and not tiles(shape, boxes):
+            raise CheckpointError(
+                f"the processes that save do not hold all parts of {key}, or hold some twice; give "
+                "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
+            )
+        checked.add((shape, boxes))
+        pieces_of[key] = tuple(pieces)
     writers = [process for process, share in enumerate(shares) if share]
-    ordered = {key: place_of[key] for key in holders}
-    return WritePlan(
-        [sorted(share) for share in shares], writers, _table(types, ordered, divisions, writers)
-    )
-
-
-def _table(
-    types: Mapping[str, _Type],
-    place_of: Mapping[str, int],
-    divisions: Iterable[Any],
-    writers: Sequence[int],
-) -> dict[str, Any]:
-    """What the table says of tensors, of which ``place_of`` has the process or the division."""
     file_of_process = {process: number for number, process in enumerate(writers)}
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(types.values()))}
-    return {
-        "types": [{"dtype": dtype, "shape": list(shape)} for dtype, shape in numbers],
-        "divisions": [
-            [
-                {"file": file_of_process[process], "offsets": list(offsets), "sizes": list(sizes)}
-                for process, (offsets, sizes) in pieces
-            ]
-            for pieces in divisions
-        ],
-        "tensors": {
-            key: [numbers[types[key]], place if place < 0 else file_of_process[place]]
-            for key, place in place_of.items()
-        },
-    }
+    alike: dict[Any, list[str]] = {}
+    for key, tensor in tensors.items():
+        alike.setdefault((tensor.kind, pieces_of[key]), []).append(key)
+    rows = [
+        {
+            "dtype": dtype,
+            "shape": shape,
+            "pieces": [
+                {"file": file_of_process[process], "offsets": offsets, "sizes": sizes}
+                for process, (offsets, sizes) in of
+            ],
+            "keys": keys,
+        }
+        for ((dtype, shape), of), keys in alike.items()
+    ]
+    return WritePlan([sorted(share) for share in shares], writers, rows)
 
 
 def _nbytes(dtype: str, sizes: Sequence[int]) -> int:
     return math.prod(sizes) * DTYPES[dtype].itemsize
 
 
-def _collect(
-    held: Sequence[HeldTensors], name: Callable[[int], str]
-) -> tuple[dict[str, _Type], dict[str, dict[Box, list[Holder]]]]:
-    """The type and shape of each tensor, and who holds which parts of it."""
-    types: dict[str, _Type] = {}
-    holders: dict[str, dict[Box, list[Holder]]] = {}
-    for process, (parts, tensors) in enumerate(held):
-        here = [
-            ((dtype, tuple(shape)), (tuple(offsets), tuple(sizes)))
-            for dtype, shape, offsets, sizes in parts
-        ]
-        for place, (key, number) in enumerate(tensors.items()):
-            kind, box = here[number]
-            if 0 in box[1] and 0 not in kind[1]:
-                continue  # a process may have nothing of a sharded tensor
-            other = types.setdefault(key, kind)
-            if other != kind:
-                raise CheckpointError(
-                    f"{key} is {kind[0]} {list(kind[1])} on {name(process)} and {other[0]} "
-                    f"{list(other[1])} on another; one name must mean one tensor"
-                )
-            holders.setdefault(key, {}).setdefault(box, []).append((process, place))
-    if untyped := [key for key, (dtype, _) in types.items() if dtype not in DTYPES]:
+def _collect(held: Sequence[HeldTensors], name: Callable[[int], str]) -> dict[str, _Tensor]:
+    """All tensors, by key."""
+    tensors: dict[str, _Tensor] = {}
+    for process, (parts, keys_of) in enumerate(held):
+        places = itertools.count()
+        for (dtype, of, offsets, sizes), keys in zip(parts, keys_of, strict=True):
+            kind, box = (dtype, tuple(of)), (tuple(offsets), tuple(sizes))
+            is_nothing = 0 in sizes and 0 not in of  # so a process may have of a sharded tensor
+            for key, place in zip(keys, places, strict=False):
+                if is_nothing:
+                    continue
+                tensor = tensors.setdefault(key, _Tensor(kind, {}))
+                if tensor.kind != kind:
+                    raise CheckpointError(
+                        f"{key} is {dtype} {of} on {name(process)} and {tensor.kind[0]} "
+                        f"{list(tensor.kind[1])} on another; one name must mean one tensor"
+                    )
+                tensor.holders.setdefault(box, []).append((process, place))
+    if untyped := [key for key, one in tensors.items() if one.kind[0] not in DTYPES]:
         raise CheckpointError(f"{untyped[0]} has a type that safetensors files cannot hold")
-    return types, holders
+    return tensors
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:

@@ -31,10 +31,17 @@ from penstock._engine.weights.folders import files_beside
 from penstock._engine.weights.optimizers import merge_groups, warn_of_settings
 from penstock._engine.weights.storage import check_arrived, patiently, write_bytes
 from penstock._engine.weights.telling import Known, distinct, tell
-from penstock._engine.weights.trees import encode
-from penstock.checkpoint.contents import OF_STATE, Flat, Targets, merge_alike
+from penstock._engine.weights.trees import TENSOR, encode
+from penstock.checkpoint.contents import OF_STATE, Flat, Targets
 from penstock.checkpoint.folder import Writer
-from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
+from penstock.checkpoint.planning import (
+    HeldTensors,
+    WritePlan,
+    file_of,
+    grouped,
+    part_name,
+    plan_writes,
+)
 from penstock.checkpoint.table import table_text
 from penstock.errors import FAILURE, CheckpointError, UsageError
 
@@ -118,57 +125,77 @@ class Preparing:
         self, job: Job, targets: Targets, step: int, extra: Any, writer: Writer
     ) -> Checkpoint:
         """Agree with the other processes on who writes what."""
-        flat, beside, folder, save = Flat(), dict[str, bytes](), "", ""
-        group = job.together
-
-        def bring() -> tuple[Any, dict[str, Any]]:
-            nonlocal flat, beside
-            flat = Flat.of(targets)
-            encode(extra, "extra=", None)  # an error here is one before anything is written
-            if not group.rank:
-                beside = files_beside(targets.model)
-            return step, flat.described()
-
-        def begin(steps: list[Any]) -> list[str]:
-            nonlocal folder, save
-            if len({*steps}) > 1:
-                raise CheckpointError(
-                    f"the ranks save different steps: {steps}, by rank; save the same"
-                )
-            save = os.urandom(6).hex()
-            folder = str(writer.begin(step, save))
-            return [folder, save]
-
-        def look(begun: list[str]) -> None:
-            nonlocal folder, save
-            folder, save = begun
-            check_arrived(Path(folder))
-
+        group, begun = job.together, Begun(targets, step, extra, writer)
         try:
             share = tell(
-                job, group, "save", bring, partial(self._leader.plan, names=group.names),
-                known=self._known, begin=begin, look=look,
+                job, group, "save", begun.describe, partial(self._leader.plan, names=group.names),
+                known=self._known, begin=begun.make_folder, look=begun.find_folder,
             )  # fmt: skip
-            if share is not None:
-                self._share = share
-            contents = dict(self._leader.contents)
-            if not group.rank:
-                contents |= _about(job, targets, extra)
-                contents["beside"] = {name: content.decode() for name, content in beside.items()}
-            return Checkpoint(step, Path(folder), save, contents, self._written(flat))
+            self._share = self._share if share is None else share
+            contents = {} if group.rank else self._leader.contents | begun.about(job)
+            return begun.checkpoint(contents, self._share)
         except BaseException:
-            if folder and not group.rank:
-                shutil.rmtree(folder, ignore_errors=True)
+            if begun.made is not None:
+                shutil.rmtree(begun.made, ignore_errors=True)
             raise
 
-    def _written(self, flat: Flat) -> dict[str, Tensor]:
-        """What this process writes, by its name in the file."""
-        keys, written = list(flat.tensors), {}
-        for place in self._share:
-            tensor = flat.tensors[keys[place]]
+
+class Begun:
+    """What a process brings to a save, and the folder that the leading one makes for it.
+
+    Attributes:
+        made: the folder, if this process has made it.
+    """
+
+    def __init__(self, targets: Targets, step: int, extra: Any, writer: Writer) -> None:
+        self._targets, self._step, self._extra, self._writer = targets, step, extra, writer
+        self._flat, self._beside = Flat(), dict[str, bytes]()
+        self._folder_and_save = ["", ""]
+        self.made: Path | None = None
+
+    def describe(self) -> tuple[Any, dict[str, Any]]:
+        """Collect what this process must save; return the step, and what the leader must know."""
+        self._flat = self._targets.flat()
+        encode(self._extra, "extra=", None)  # an error here is one before anything is written
+        return self._step, self._flat.described()
+
+    def make_folder(self, steps: list[Any]) -> list[str]:
+        """In the leading process, make the folder; return it, and an identifier of the save."""
+        if len({*steps}) > 1:
+            raise CheckpointError(
+                f"the ranks save different steps: {steps}, by rank; save the same"
+            )
+        self._beside = files_beside(self._targets.model)
+        save = os.urandom(6).hex()
+        self.made = self._writer.begin(self._step, save)
+        return [str(self.made), save]
+
+    def find_folder(self, folder_and_save: list[str]) -> None:
+        """Check that this host sees the folder."""
+        self._folder_and_save = folder_and_save
+        check_arrived(Path(folder_and_save[0]))
+
+    def about(self, job: Job) -> dict[str, Any]:
+        """What the run says of itself in the table."""
+        replicas, processes = job.layout
+        layout: dict[str, Any] = {"replicas": replicas, "processes": processes}
+        if self._targets.pipe is not None:
+            schedule = self._targets.pipe.schedule
+            layout |= {
+                "schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages
+            }  # fmt: skip
+        beside = {name: content.decode() for name, content in self._beside.items()}
+        return {"layout": layout, "extra": encode(self._extra, "extra=", None), "beside": beside}
+
+    def checkpoint(self, contents: dict[str, Any], share: Sequence[int]) -> Checkpoint:
+        """The checkpoint with this process's share of the tensors, by their names in the file."""
+        keys, written = [key for _, of in self._flat.held for key in of], {}
+        for key in (keys[place] for place in share):
+            tensor = self._flat.tensors[key]
             box = region_of(tensor) or whole_box(tensor.shape)
-            written[part_name(keys[place], tensor.shape, box)] = local_part(tensor)
-        return written
+            written[part_name(key, tensor.shape, box)] = local_part(tensor)
+        folder, save = self._folder_and_save
+        return Checkpoint(self._step, Path(folder), save, contents, written)
 
 
 class Leader:
@@ -180,7 +207,7 @@ class Leader:
 
     def __init__(self) -> None:
         self._planned: list[Any] = []
-        self._plan = WritePlan([], [], {})
+        self._plan = WritePlan([], [], [])
         self.contents: dict[str, Any] = {}
 
     @property
@@ -200,17 +227,17 @@ class Leader:
         """
         _check_states(parts, names)
         warn_of_settings([of["shared"] for of in parts], names.__getitem__)
-        planned = [of[name] for of in parts for name in ("parts", "tensors")]
+        planned = [of[name] for of in parts for name in ("parts", "keys")]
         is_new = list(map(id, planned)) != list(map(id, self._planned))
-        held = [HeldTensors(of["parts"], of["tensors"]) for of in parts]
+        held = [HeldTensors(of["parts"], of["keys"]) for of in parts]
         plan = plan_writes(held, names.__getitem__) if is_new else self._plan
         of_names = distinct(parts, "names")
         contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "kinds": {label: kind for one in of_names for label, kind in one["kinds"].items()},
-            **plan.table,
-            "alike": _values(parts),
+            "tensors": plan.tensors,
+            "values": _values(parts),
             "tied": {key: first for one in of_names for key, first in one["tied"].items()},
             "groups": _merge_optimizers(distinct(parts, "names", "settings")),
         }
@@ -236,22 +263,12 @@ def _check_states(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> N
 
 def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The JSON data of all processes, as the table has it."""
-    rows = merge_alike(chain.from_iterable(distinct(parts, "values")))
+    rows = list(chain.from_iterable(distinct(parts, "values")))
     states = {part: of[part][0] for of in parts for part in of if part.startswith(OF_STATE)}
-    rows += [[tree, [part.removeprefix(OF_STATE)]] for part, tree in states.items()]
-    return [{"value": value, "keys": keys} for value, keys in rows]
-
-
-def _about(job: Job, targets: Targets, extra: Any) -> dict[str, Any]:
-    """What the run says of itself in the table."""
-    replicas, processes = job.layout
-    layout: dict[str, Any] = {"replicas": replicas, "processes": processes}
-    if targets.pipe is not None:
-        schedule = targets.pipe.schedule
-        layout |= {
-            "schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages
-        }  # fmt: skip
-    return {"layout": layout, "extra": encode(extra, "extra=", None)}
+    rows += [
+        (tree, [part.removeprefix(OF_STATE)]) for part, tree in states.items() if tree != TENSOR
+    ]
+    return [{"value": value, "keys": keys} for value, keys in grouped(rows)]
 
 
 def _merge_optimizers(parts: Sequence[Any]) -> dict[str, Any]:
@@ -329,24 +346,25 @@ class Writing:
         group = job.together
         self._rank, self._size = group.rank, group.size
         self._writer = writer
-        self._file: Future[list[Any]] = Future()
+        self._note: Future[list[Any]] = Future()
+        self._notes: Future[list[Any]] = (
+            Future()
+        )  # as messages; cancelled if the saving is abandoned
         self._end: Future[None] = Future()
-        self._notes: list[Any] | None = None
-        self._handed = threading.Event()
         # A daemon, since finish_all() waits for it in its own way when the process ends.
         threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True).start()
         _UNFINISHED.add(self)
 
     def _run(self) -> None:
         try:
-            self._file.set_result(self._write())
-            if not self._rank and (notes := self._all_notes()) is not None:
-                self._publish([note for note in notes if note])
+            self._note.set_result(self._write())
+            if not self._rank:
+                self._publish([note for note in self._all_notes() if note])
             self._end.set_result(None)
         except Exception as error:
             reason = self._writer.reason(error)
-            if not self._file.done():
-                self._file.set_exception(reason)
+            if not self._note.done():
+                self._note.set_exception(reason)
             self._end.set_exception(reason)
 
     def _write(self) -> list[Any]:
@@ -355,7 +373,7 @@ class Writing:
             name = file_of(self._rank)
             path = checkpoint.folder / name
             note = [name, *write_file(path, checkpoint.tensors, checkpoint.save)]
-        if self._handed.is_set():  # abandoned: the tensors may have changed meanwhile
+        if self._notes.cancelled():  # the tensors may have changed meanwhile
             raise CheckpointError("the saving was interrupted")
         write_bytes(self._note_of(self._rank), json.dumps(note).encode())
         return note
@@ -363,18 +381,17 @@ class Writing:
     def _note_of(self, process: int) -> Path:
         return self.checkpoint.folder / f".done-{process}"
 
-    def _all_notes(self) -> list[Any] | None:
-        """Wait for the notes of all processes; None if the saving was abandoned."""
+    def _all_notes(self) -> list[Any]:
+        """Wait for the notes of all processes, as files or as messages."""
         notes = list[Any]()
-        while not self._handed.is_set():
-            try:
+        while True:
+            # A note is missing or incomplete so far.
+            with suppress(OSError, ValueError):
                 while len(notes) < self._size:
                     notes.append(json.loads(self._note_of(len(notes)).read_bytes()))
                 return notes
-            except (OSError, ValueError):  # the note is missing or incomplete so far
-                self._handed.wait(_POLL)
-        # Abandoned, unless all have told theirs.
-        return self._notes
+            with suppress(TimeoutError):
+                return self._notes.result(_POLL)
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
         checkpoint = self.checkpoint
@@ -399,15 +416,13 @@ class Writing:
         _UNFINISHED.discard(self)
 
         def publish(notes: list[Any]) -> None:
-            self._notes = notes
-            self._handed.set()
+            self._notes.set_result(notes)
             self._end.result()
 
         try:
-            self.job.meet(self._file.result, publish, "save")
-            self._handed.set()
+            self.job.meet(self._note.result, publish, "save")
         except BaseException:
-            self._handed.set()
+            self._notes.cancel()
             if not self._rank:
                 # If the thread hangs, the next run removes its folder.
                 with suppress(Exception):

@@ -1,14 +1,14 @@
 """The table of a checkpoint: what its files hold, and everything that is not a tensor.
 
-What many tensors have in common stands in it once: types with shapes, the divisions of sharded tensors, and
-the states that an optimizer keeps alike for many parameters.
+What many keys have in common stands in it once: types, shapes and places of tensors, and the states that an
+optimizer keeps alike for many parameters.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,12 +37,12 @@ from penstock._engine.weights.files import (
     whole_box,
 )
 from penstock._engine.weights.storage import LONGEST_JSON, file_name, parse_json, read_bytes
-from penstock._engine.weights.trees import MARK, keys_of
+from penstock._engine.weights.trees import tensor_keys
 from penstock.checkpoint.planning import overlap, part_name, tiles
 from penstock.errors import CheckpointError, InputFileError, printable, quoted
 
 TABLE = "checkpoint.json"
-FORMAT = 4
+FORMAT = 5
 _HEAD = re.compile(
     rb'\{"crc32": (\d{1,10}), "format": (\d{1,9}), "save": "([0-9a-f]{12})", "step": (\d{1,18})\}\n'
 )
@@ -50,8 +50,6 @@ _HEAD = re.compile(
 _OLDER = re.compile(rb'\{"crc32": \d{1,10}, "format": (\d{1,9}), ')
 _FILES, _BESIDE = r"states-\d{5,9}\.safetensors", r"(generation_)?config\.json"
 """The names of a checkpoint's files, and of those that ``files_beside`` makes for a model."""
-ITSELF = "~"
-"""Stands for the key of a value in the keys of its tensors."""
 
 # ---- the contents of a table
 
@@ -73,15 +71,6 @@ class _File(_Part):
     crc32: _Count
 
 
-class _Type(_Part):
-    """The type and shape of tensors."""
-
-    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
-    shape: _Shape
-
-    _check = field_validator("shape")(check_shape)
-
-
 class _Piece(_Part):
     """A part of a tensor: the number of its file, and its place in the tensor."""
 
@@ -94,16 +83,33 @@ class _Piece(_Part):
         return tuple(self.offsets), tuple(self.sizes)
 
 
-class _Group(_Part):
-    settings: dict[str, Any]
-    parameters: list[str]
+class _Tensors(_Part):
+    """Tensors of one type and shape, whose pieces lie in the same files."""
+
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    shape: _Shape
+    pieces: list[_Piece]
+    keys: list[str]
+
+    _check_shape = field_validator("shape")(check_shape)
+
+    @model_validator(mode="after")
+    def _check_pieces(self) -> _Tensors:
+        if not tiles(self.shape, (one.box for one in self.pieces)):
+            raise ValueError("the pieces of a tensor do not make it up")
+        return self
 
 
-class _Alike(_Part):
+class _Values(_Part):
     """JSON data that several keys have in common."""
 
     value: Any
     keys: list[str]
+
+
+class _Group(_Part):
+    settings: dict[str, Any]
+    parameters: list[str]
 
 
 class _RunLayout(_Part):
@@ -125,11 +131,8 @@ class TableContents(_Part):
         layout: the layout of the run that wrote it.
         kinds: by label, ``"weights"``, ``"a state"``, or the class of an optimizer.
         files: the files of tensors.
-        types: the types and shapes of tensors, each once.
-        divisions: how tensors are divided into pieces, each division once.
-        tensors: the tensors by key: the number of the type, and of the file that holds it whole; or -1 minus
-            the number of its division.
-        alike: the JSON data of states, of parameters' optimizer states, and of weights that are not tensors.
+        tensors: the tensors.
+        values: the JSON data of states, of parameters' optimizer states, and of weights that are not tensors.
         tied: further keys of tied weights, each mapped to the first key.
         groups: the groups of each optimizer.
         extra: the user's JSON data.
@@ -141,48 +144,18 @@ class TableContents(_Part):
     layout: _RunLayout
     kinds: dict[str, str]
     files: list[_File]
-    types: list[_Type]
-    divisions: list[list[_Piece]]
-    tensors: dict[str, Annotated[list[_Number], Field(min_length=2, max_length=2)]]
-    alike: list[_Alike]
+    tensors: list[_Tensors]
+    values: list[_Values]
     tied: dict[str, str]
     groups: dict[str, list[_Group]]
     extra: Any
     beside: dict[Annotated[str, AfterValidator(partial(file_name, form=_BESIDE))], str] = {}
 
     @model_validator(mode="after")
-    def _check(self) -> TableContents:
-        files, divided = len(self.files), set[tuple[int, int]]()
-        for key, (kind, place) in self.tensors.items():
-            if not 0 <= kind < len(self.types) or not -len(self.divisions) <= place < files:
-                raise ValueError(f"the tensor {key!r} has a type or place that it does not list")
-            if place < 0:
-                divided.add((kind, -1 - place))
-        if any(piece.file >= files for one in self.divisions for piece in one):
+    def _check_files(self) -> TableContents:
+        if any(piece.file >= len(self.files) for one in self.tensors for piece in one.pieces):
             raise ValueError("a piece is in a file that it does not list")
-        for kind, number in divided:
-            if not tiles(self.types[kind].shape, (one.box for one in self.divisions[number])):
-                raise ValueError("the pieces of a tensor do not make it up")
         return self
-
-    @cached_property
-    def place_of_value(self) -> dict[str, int]:
-        """For each key of JSON data, its place in :attr:`alike`."""
-        return {key: place for place, one in enumerate(self.alike) for key in one.keys}
-
-
-def replaced(tree: Any, old: str, new: str) -> Any:
-    """An encoded state in whose keys of tensors a prefix is replaced."""
-    if isinstance(tree, list):
-        return [replaced(one, old, new) for one in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if tree.get(MARK) == "tensor":
-        key = tree.get("of")
-        if isinstance(key, str) and (key == old or key.startswith(f"{old}/")):
-            return {**tree, "of": new + key[len(old) :]}
-        return tree
-    return {name: replaced(one, old, new) for name, one in tree.items()}
 
 
 # ---- the file
@@ -237,39 +210,26 @@ class CheckpointTable:
 
     Args:
         path: the checkpoint's folder.
+
+    Attributes:
+        tensors: what the table says of tensors, by key.
+        values: the encoded JSON data, by key; what is not there is a tensor.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.save, self.step, self.contents = _parsed(read_bytes(path / TABLE), path / TABLE)
+        self.tensors = {key: one for one in self.contents.tensors for key in one.keys}
+        self.values = {key: one.value for one in self.contents.values for key in one.keys}
         self._entries: dict[str, dict[str, Entry]] = {}
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """The encoded JSON data of a key.
-
-        Raises:
-            InputFileError: it names tensors of another key, or one of its own twice.
-        """
-        place = self.contents.place_of_value.get(key)
-        if place is None:
-            return default
-        value = replaced(self.contents.alike[place].value, ITSELF, key)
-        named = list(keys_of(value))
-        is_own = all(one == key or one.startswith((f"{key}/", f"{key}~")) for one in named)
-        if not is_own or len({*named}) < len(named):
-            raise InputFileError(
-                f"{self.path / TABLE}: {quoted([key])} names a tensor twice, or one that is not its own"
-            )
-        return value
 
     @cached_property
     def names(self) -> set[str]:
         """The keys of weights, and of the parameters of optimizers."""
         contents = self.contents
         weights = {label for label, kind in contents.kinds.items() if kind == "weights"}
-        values = {key for key in contents.place_of_value if key.partition("/")[0] in weights}
-        names = {key for key in contents.tensors if key.partition("/")[0] in weights} | values
-        names = names.difference(*(keys_of(self.value(key)) for key in values))
+        names = {key for key in (*self.tensors, *self.values) if key.partition("/")[0] in weights}
+        names.difference_update(*(tensor_keys(self.values[k], k) for k in names & {*self.values}))
         return names | {
             f"{label}/{name}"
             for label, groups in contents.groups.items()
@@ -279,7 +239,7 @@ class CheckpointTable:
 
     def tensors_of(self, label: str) -> list[str]:
         """Return the keys of a label's tensors."""
-        return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
+        return [key for key in self.tensors if key.startswith(f"{label}/")]
 
     def check_files(self, share: slice = slice(None)) -> None:
         """Compare the files, or a share of them, with their sizes and checksums.
@@ -302,32 +262,25 @@ class CheckpointTable:
                     f"{path} is damaged: its bytes are not those that were written"
                 )
 
-    def _stored(self, key: str) -> tuple[_Type, int]:
-        if key not in self.contents.tensors:
+    def _stored(self, key: str) -> _Tensors:
+        if key not in self.tensors:
             raise InputFileError(
-                f"{self.path / TABLE} names the tensor {quoted([str(key)])}, which it does not have"
+                f"{self.path / TABLE} names the tensor {quoted([key])}, which it does not have"
             )
-        kind, place = self.contents.tensors[key]
-        return self.contents.types[kind], place
+        return self.tensors[key]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._stored(key)[0].shape)
+        return tuple(self._stored(key).shape)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor."""
-        return DTYPES[self._stored(key)[0].dtype]
-
-    def _pieces(self, key: str) -> Sequence[_Piece]:
-        kind, place = self._stored(key)
-        if place < 0:
-            return self.contents.divisions[-1 - place]
-        return [_Piece(file=place, offsets=[0] * len(kind.shape), sizes=kind.shape)]
+        return DTYPES[self._stored(key).dtype]
 
     def reads(self, key: str, box: Box) -> list[tuple[Entry, Box, Box]]:
         """Plan the reads for a part of a tensor: entries, boxes in them, and their places in the part."""
         shape, dtype, reads = self.shape(key), self.dtype(key), []
-        for piece in self._pieces(key):
+        for piece in self._stored(key).pieces:
             shared = overlap(piece.box, box)
             if shared is None:
                 continue

@@ -13,7 +13,7 @@ from penstock.cli.output import check_folder, write_text
 from penstock.errors import OK
 
 ODD = 1
-"""The exit status if something is odd."""
+"""The exit status if there are anomalies."""
 Out = Annotated[
     Path | None, typer.Option("--out", help="Write what was found as JSON, for penstock plan.")
 ]
@@ -44,7 +44,7 @@ def doctor(
     """Examine all ranks of a job, and the links between them, in under two minutes.
 
     Start it as the run will be started: torchrun ... -m penstock doctor. In one process it checks this
-    machine. The exit status is 0 if nothing is odd, and 1 if something is.
+    machine. The exit status is 0 if it finds no anomalies, else 1.
     """
     check_folder(out)
     first = os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""The examination of a job's ranks, what is odd about them, and its report."""
+"""The examination of a job's ranks, anomalies among them, and its report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from penstock.plan.cluster import cluster_file
 from penstock.train.config import world_size
 
 SLOWER = 0.8
-"""A rank below this share of the rate of its like is odd."""
+"""A rank below this share of the rate of comparable ranks is an anomaly."""
 LESS = 0.1
-"""A link below this share of the bandwidth of its like is odd."""
+"""A link below this share of the bandwidth of comparable links is an anomaly."""
 LATER = 3.0
-"""A link with so many times the latency of its like is odd, from so many seconds; within a machine that is
-enough if there is no other link."""
+"""A link with so many times the latency of comparable links is an anomaly, from so many seconds; within a
+machine that is enough if there is no other link."""
 NOTICED = 1e-3
 APART = 1.0
 """Clocks that differ by more seconds are odd."""
@@ -105,7 +105,7 @@ class Examination:
         )
 
     def odd(self) -> list[str]:
-        """What is odd, in sentences; empty if all is well."""
+        """The anomalies, in sentences; empty if there are none."""
         failed = [f"{check.name}: no: {check.problem}" for check in self.checks if check.problem]
         return [*failed, *self._versions(), *self._slow(), *self._links(), *self._clocks()]
 
@@ -129,7 +129,7 @@ class Examination:
             if slow := [
                 f"{what} at {share:.0%}" for what, share in shares.items() if share < SLOWER
             ]:
-                yield f"{where} is slower than its like: {', '.join(slow)} of their median"
+                yield f"{where} is slower than comparable ranks: {', '.join(slow)} of their median"
             known = device_called(rank.facts.device)
             for dtype, rate in rank.flops.items() if known else ():
                 peak = known.flops.get(dtype, 0.0) if known else 0.0
@@ -153,11 +153,13 @@ class Examination:
             usual = median(one.link.bandwidth for one in like)
             least = min(link.bandwidth, report.back)
             if least < LESS * usual:
-                yield f"{where} carries {_rate(least)}, {least / usual:.0%} of the median of its like"
+                yield f"{where} carries {_rate(least)}, {least / usual:.0%} of the median of comparable links"
             delay = max(link.latency, report.tiny)
             others = [max(one.link.latency, one.tiny) for one in like if one is not report]
             if delay > NOTICED and (delay > LATER * median(others) if others else near):
-                said = f"; its like take {seconds_as_text(median(others))}" if others else ""
+                said = (
+                    f"; comparable links take {seconds_as_text(median(others))}" if others else ""
+                )
                 yield f"{where} delays a message by {seconds_as_text(delay)}{said}"
 
     def _clocks(self) -> Iterator[str]:
@@ -191,7 +193,7 @@ class Examination:
         versions = ", ".join(f"{n} {v}" for n, v in self.ranks[0].facts.versions.items())
         tried = [f"{'no ' if check.problem else 'yes'} {check.name}" for check in self.checks]
         odd = self.odd()
-        last = ["odd:", *(f"- {one}" for one in odd)] if odd else ["nothing is odd"]
+        last = ["anomalies:", *(f"- {one}" for one in odd)] if odd else ["no anomalies"]
         tables = [_aligned(rows), *([_aligned(links)] if self.links else []), versions]
         return "\n\n".join([*tables, "\n".join(tried), "\n".join(last)])
 

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock._engine.values import PLAIN
 from penstock.partition.doors import Door
 from penstock.partition.kept import REGISTRIES
+from penstock.partition.names import FakeTensor, FakeTensorMode, without_modes
 from penstock.partition.templates import Look, look_of
 
 Numbers = dict[tuple[int, str], int]
@@ -64,7 +63,7 @@ class Memo:
 def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
     """A fake tensor; made at once, since each operation on one takes a fraction of a millisecond."""
     shape, strides, dtype, device, learns = look
-    with _disable_current_modes():
+    with without_modes():
         # A sparse tensor has no strides: what it is made of shows when a message would carry it.
         meta = (
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")

@@ -406,7 +406,7 @@ def partition(
 ) -> Partition:
     """Cut a model into stages that together compute what it computes.
 
-    Each stage plays its own lines of the author's forward; see docs/partition.md.
+    Each stage plays its own lines of the author's forward; see docs/how-cutting-works.md.
 
     Args:
         model: any module; the stages hold its parameters, not copies of them.

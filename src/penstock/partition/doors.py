@@ -22,6 +22,7 @@ from torch.utils import checkpoint as checkpointing
 from penstock._engine.rng import Draws
 from penstock.errors import PartitionError
 from penstock.partition.functions import may_draw
+from penstock.partition.names import left
 
 Run = Callable[..., Any]
 """Makes the call that was intercepted."""
@@ -257,20 +258,6 @@ class Seeded(TorchFunctionMode):
         function, *rest = args
         again = recomputed(function, self._doors, self._draws, self._calls, self._drawn)
         return run(again, *rest, **kwargs, **options)
-
-
-@contextlib.contextmanager
-def left(mode: TorchFunctionMode) -> Iterator[None]:
-    """Leave a function mode for a while, if it is the innermost one."""
-    top = torch._C._len_torch_function_stack()
-    if not top or torch._C._get_function_stack_at(top - 1) is not mode:
-        yield
-        return
-    mode.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        mode.__enter__()
 
 
 def recomputed(

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.partition.names import PROPERTIES, Operations
+
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
 METADATA = frozenset(
     prop.__get__
-    for name, prop in vars(torch._C.TensorBase).items()
+    for name, prop in vars(PROPERTIES).items()
     if inspect.isgetsetdescriptor(prop) and name not in _GIVE_TENSORS
 )
 """Reads of properties that a tensor shares with its placeholder."""
@@ -60,7 +62,7 @@ def may_draw(function: Any) -> bool:
     if name in _DRAW_INSIDE.split():
         return True
     packet = getattr(torch.ops.aten, name, None)
-    return isinstance(packet, torch._ops.OpOverloadPacket) and any(
+    return isinstance(packet, Operations) and any(
         torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
         for overload in packet.overloads()
     )

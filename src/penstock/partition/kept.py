@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 from torch import Generator, Tensor, nn
-from torch._subclasses import FakeTensor
+
+from penstock.partition.names import FakeTensor
 
 CONTAINERS = (list, dict, set, deque)
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}

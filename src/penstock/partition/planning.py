@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock._engine.values import is_container
 from penstock.errors import PartitionError
 from penstock.partition.doors import reads_noted
 from penstock.partition.functions import is_ours
 from penstock.partition.kept import Kept
+from penstock.partition.names import FakeTensor, FakeTensorMode
 from penstock.partition.score import Line, Score, storage_of
 from penstock.partition.templates import (
     BATCH,

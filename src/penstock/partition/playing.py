@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.utils import checkpoint as checkpointing
 
 from penstock._engine.values import map_tensors
 from penstock.errors import PlanError
 from penstock.partition.doors import BETWEEN, Door, Run
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
+from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.score import Line, Note, Score, ScoreTree, Writer
 from penstock.partition.templates import BATCH, GIVEN, VALUE, Number, bind, fill, takes_gradient

@@ -32,11 +32,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock._engine.devices import kinds as device_kinds
 from penstock._engine.rng import Draws, generators_kept
@@ -50,7 +48,6 @@ from penstock.partition.doors import (
     Run,
     hooks_without_data,
     is_checkpoint,
-    left,
     opened,
     others_seen,
     reads_noted,
@@ -68,6 +65,21 @@ from penstock.partition.functions import (
 )
 from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.lines import is_called_by_library, line_of, place_of, running, where
+from penstock.partition.names import (
+    FAKE_LOGGER,
+    NEED_DATA,
+    FakeTensor,
+    FakeTensorMode,
+    Operation,
+    forget_operations,
+    is_of_dynamo,
+    is_transformed,
+    is_wrapped,
+    left,
+    unwrapped,
+    without_functions,
+    without_modes,
+)
 from penstock.partition.templates import (
     AGAIN,
     BATCH,
@@ -97,8 +109,7 @@ from penstock.stage import uncompiled
 _MOST_LINES = 50_000
 """How many lines a tree has at most; it then begins anew."""
 _MOST_CACHED = 20_000
-"""The operations without data that torch may remember; it forgets none by itself, as of torch 2.13."""
-_NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""The operations without data that torch may remember."""
 _HELD_BY_LINE = 3
 """The references to a placeholder that nothing but its line has, and what counts them."""
 _OPAQUE = (set, np.ndarray)
@@ -707,7 +718,7 @@ class Writer(TorchFunctionMode):
     @contextmanager
     def settled(self) -> Iterator[None]:
         """A context in which the model's code runs on fakes; it leaves attributes as they were."""
-        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger = logging.getLogger(FAKE_LOGGER)
         silent, logger.disabled = logger.disabled, True
         # Its fused kernels give other tensors without data than with data. As of torch 2.13.
         fused = torch.backends.mha.get_fastpath_enabled()
@@ -725,8 +736,7 @@ class Writer(TorchFunctionMode):
                     table[name] = value
             for thing, before in self._left.values():
                 put_back(thing, before)
-            if FakeTensorMode.cache_info().size > _MOST_CACHED:
-                FakeTensorMode.cache_clear()
+            forget_operations(_MOST_CACHED)
 
     def let_go(self) -> None:
         """Let go of all tensors: what holds placeholders now is the author's."""
@@ -741,16 +751,14 @@ class Writer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside or func in METADATA or func in self._tree.metadata:
             return func(*args, **kwargs)
-        if torch._C._functorch.maybe_current_level() is not None and any(
-            map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))
-        ):
-            inside = [_unwrapped(tensor) for tensor in tensors_in((args, kwargs))]
+        if is_transformed() and any(map(is_wrapped, tensors_in((args, kwargs)))):
+            inside = [unwrapped(tensor) for tensor in tensors_in((args, kwargs))]
             if not any(type(t) is FakeTensor or id(t) in self.numbers for t in inside):
                 return func(*args, **kwargs)  # of the arguments alone, as masks are
             raise self._refusal(
                 f"calls {name_of(func)} under a transform of torch.func, such as vmap, between its units"
             )
-        if isinstance(func, torch._ops.OpOverload) and _is_dispatched(sys._getframe(1)):
+        if isinstance(func, Operation) and _is_dispatched(sys._getframe(1)):
             raise self._refusal(
                 "runs compiled code between its units, such as a function of torch.jit"
             )
@@ -828,9 +836,7 @@ class Writer(TorchFunctionMode):
             if isinstance(value, Tensor):
                 if id(value) in self.numbers:
                     return True
-                if type(value) is FakeTensor or torch._C._functorch.is_functorch_wrapped_tensor(
-                    value
-                ):
+                if type(value) is FakeTensor or is_wrapped(value):
                     self._check_foreign(value)
                 elif self._overwritten and storage_of(value) in self._overwritten:
                     raise self._refusal(
@@ -845,12 +851,11 @@ class Writer(TorchFunctionMode):
         return False
 
     def _check_foreign(self, tensor: Tensor) -> None:
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-            if id(tensor) in self.numbers:
-                raise self._refusal(
-                    "calls a function under a transform of torch.func, such as vmap, between its units"
-                )
+        tensor = unwrapped(tensor)
+        if id(tensor) in self.numbers:
+            raise self._refusal(
+                "calls a function under a transform of torch.func, such as vmap, between its units"
+            )
         if type(tensor) is not FakeTensor:
             return
         maker = self._makers.get(storage_of(tensor))
@@ -969,7 +974,7 @@ class Writer(TorchFunctionMode):
             else:
                 placeholder = self.shown[number] = self.shown[target[1]]
                 if line.looks[number][4] and not placeholder.requires_grad:
-                    with torch._C.DisableTorchFunction():
+                    with without_functions():
                         placeholder.requires_grad_()
                 for key in [key for key, n in self.numbers.items() if n == target[1]]:
                     self.numbers[key] = number
@@ -1025,7 +1030,7 @@ class Writer(TorchFunctionMode):
         given.append(tensor)
         known = self._looks.get(id(tensor))
         if known is None or known[0] is not tensor:
-            with torch._C.DisableTorchFunction():
+            with without_functions():
                 known = self._looks[id(tensor)] = tensor, look_of(tensor)
         return (GIVEN, len(given) - 1, known[1])
 
@@ -1341,7 +1346,7 @@ class Writer(TorchFunctionMode):
                     put_contents(given[known[1]], keys, [map_tensors(x, faked) for x in inner])
             return map_tensors(output, faked)
         assert failure is not None
-        if not (now.needs_data or isinstance(reason, _NEED_DATA)):
+        if not (now.needs_data or isinstance(reason, NEED_DATA)):
             raise failure
         raise PartitionError(
             f"{line.where}: {line.name} runs neither without data, as stages have tensors of other stages "
@@ -1529,7 +1534,7 @@ class Writer(TorchFunctionMode):
 
     def explained(self, error: Exception) -> Exception:
         """What to raise for an error of the author's code."""
-        by = "torch.compile" if type(error).__module__.startswith("torch._dynamo") else ""
+        by = "torch.compile" if is_of_dynamo(error) else ""
         if isinstance(error, RuntimeError) and not str(error).strip():
             # A scripted function says nothing on tensors without data.
             by = "torch.jit"
@@ -1743,13 +1748,6 @@ def _alike(after: Template, before: Template, given: Sequence[Any]) -> bool:
     return True
 
 
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor in those that transforms of torch.func put around it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_pre_hooks
@@ -1820,7 +1818,7 @@ class _MadeUp(TorchDispatchMode):
             output = func(*args, **kwargs)
         except Exception as error:
             # Any operation that fails without data is tried on ones; if that fails too, this error counts.
-            self._now.needs_data |= isinstance(error, _NEED_DATA)
+            self._now.needs_data |= isinstance(error, NEED_DATA)
             output = self._on_ones(func, args, kwargs, error)
         self._writer.after_operation(self._now, func, (args, kwargs), output)
         return output
@@ -1830,7 +1828,7 @@ class _MadeUp(TorchDispatchMode):
         self._count += 1
         # Code that draws until a condition holds may need zeros to get out.
         for number in (1, 0) if self._count < _PATIENCE else (0, 1):
-            with contextlib.suppress(Exception), _disable_current_modes():
+            with contextlib.suppress(Exception), without_modes():
                 put = functools.partial(self._with_numbers, number)
                 filled, named = map_tensors((args, kwargs), put)
                 output = func(*filled, **named)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from penstock._engine.transport import Job, collective
 from penstock._engine.weights import Init, read_weights
-from penstock._engine.weights.folders import files_beside, save_weights
+from penstock._engine.weights.folders import PipelineSave, files_beside
 from penstock._engine.weights.norms import scale_gradients, total_norm
 from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock._engine.weights.states import LoadResult, StageWeights, load_optimizer
@@ -46,7 +46,7 @@ class ModelWeights:
         return self._held.weights.named_parameters()
 
     def leave_gradients(self) -> None:
-        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
+        """Leave placeholders as the gradients of the weights of other ranks, as a step does."""
         self._held.stage_weights.leave_gradients()
 
     # ---- norms and first values
@@ -239,11 +239,11 @@ class ModelWeights:
                 ``save_pretrained(folder)``. Rank 0 calls it.
         """
         with self.job.patient(LONG):
-            save_weights(
-                self.job, Path(folder), self.here, self._held.weights.stage_count,
+            PipelineSave(
+                Path(folder), self.here, self._held.weights.stage_count,
                 writes=self.job.is_first_pipeline and self._held.weights.writes(),
                 beside=partial(files_beside, self._held.model, processing_class),
-            )  # fmt: skip
+            ).run(self.job)  # fmt: skip
 
     @collective
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:

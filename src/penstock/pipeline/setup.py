@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from torch import nn
 
 from penstock._engine.devices import use
-from penstock._engine.faults import Activity, Watch, meet, noticing_gone_machines
+from penstock._engine.faults import Activity, Watch, decline, meet, noticing_gone_machines
 from penstock._engine.launchers import read_launcher
 from penstock._engine.parallel import (
     begin_equal,
+    group_across,
     group_of,
     left_alone,
     members_of,
@@ -21,7 +23,7 @@ from penstock._engine.parallel import (
 )
 from penstock._engine.runtime import StepLoss, forwards_first
 from penstock._engine.transport import Job, Replicas, Transport, join, launched
-from penstock.errors import ScheduleError, UsageError, listed
+from penstock.errors import PenstockError, ScheduleError, UsageError, listed
 from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import for_batch_losses
 from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
@@ -219,6 +221,24 @@ def _other_ranks(transport: Transport | None) -> set[int]:
     if transport is None:
         return set()
     return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
+
+
+@contextmanager
+def before_meeting(mesh: Any, replicas: Any = None) -> Iterator[None]:
+    """Make in this context what a rank makes before it meets the others, to whom an error in it is told.
+
+    Args:
+        mesh: a mesh, or the process group of the pipeline's ranks.
+        replicas: as for :class:`Pipeline`.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(PenstockError):  # a wrong mesh says nothing of the others
+            plain = replicas is None or isinstance(replicas, Replicas)
+            members = members_of(mesh, None if plain else group_across(replicas, mesh))
+            decline(() if members is None else members.members, error)
+        raise
 
 
 def connect_process(settings: PipelineSettings) -> Transport | None:

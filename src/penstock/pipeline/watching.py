@@ -60,7 +60,7 @@ class SlowWarning:
     """Records some of the steps, and logs a warning for ranks and stages that are slow in them.
 
     ``pipe.on_step(penstock.SlowWarning(every=100))``. A step is held against the plan that the pipeline
-    follows or, without one, against the first recorded step; see docs/measuring.md.
+    follows or, without one, against the first recorded step; see docs/profiling.md.
 
     Args:
         every: the number of steps after which one is recorded.

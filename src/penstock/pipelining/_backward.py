@@ -9,8 +9,7 @@ The split is the one of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, sec
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -21,15 +20,13 @@ from torch.autograd.graph import Node
 from penstock._engine.values import leaves_in, named_leaves, tensors_in
 from penstock.backward.nodes import LEAF, node_of
 from penstock.backward.passes import Gradients, seeds_of, shapes_text
-from penstock.backward.pending import PendingGradients
+from penstock.backward.pending import PendingGradients, leaves_below
 from penstock.backward.search import MicrobatchGraph
 from penstock.backward.split import SharedGradients, SplitBackward
 from penstock.errors import UsageError
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Weights whose gradients come from the same nodes; `stage_backward_input` says what is in it."""
-
-ReverseGraph: TypeAlias = dict[Node, list[Node]]
 
 
 def stage_backward(
@@ -107,8 +104,7 @@ def stage_backward_input(
     known = {n: g for n, g in zip(others, shares.take(), strict=True) if g is not None}
     groups = [_group(known, known)]
     for use in pending.uses:
-        below = construct_reverse_graph(edge.node for edge in use.edges)
-        params = [node for node in below if type(node) is LEAF]
+        params = leaves_below(edge.node for edge in use.edges)
         group = _group(params, {graph[use.position]: use.grad})
         groups.append(group | {"use": use, "owners": pending.owners})
     return dinputs, [group for group in groups if not wanted.isdisjoint(group["params"])]
@@ -219,96 +215,8 @@ def _gradients_in(group: ParamGroup, place: int) -> dict[Any, Tensor | None]:
     return {node: gradient for node, (gradient,) in zip(nodes, rows, strict=True)}
 
 
-# ---- the graph
-
-
-_get_grad_fn_or_grad_acc = node_of
-
-
 def _null_coalesce_accumulate(lhs: Tensor | None, rhs: Tensor | None) -> Tensor | None:
     """The sum of two gradients of one shape, either of which may be missing."""
     if lhs is None or rhs is None:
         return rhs if lhs is None else lhs
     return lhs + rhs
-
-
-def construct_reverse_graph(roots: Iterable[Node | None]) -> ReverseGraph:
-    """Reverse the edges of the graph below ``roots``.
-
-    Args:
-        roots: nodes to start from, usually those of a stage's outputs. None is skipped.
-
-    Returns:
-        For each node that can be reached, one entry per edge into it: the node the edge comes from.
-        A root that nothing leads to has an empty list.
-    """
-    reverse: ReverseGraph = defaultdict(list)
-    queue = deque(dict.fromkeys(root for root in roots if root is not None))
-    reverse.update((root, []) for root in queue)
-    while queue:
-        node = queue.popleft()
-        for successor, _ in node.next_functions:
-            if successor is None:
-                continue
-            if successor not in reverse:
-                queue.append(successor)
-            reverse[successor].append(node)
-    return reverse
-
-
-def reverse_closure(
-    roots: Iterable[Node | None],
-    target_nodes: Collection[Node],
-    reverse_edges_dict: Mapping[Node, list[Node]],
-) -> tuple[set[Node], set[Node]]:
-    """Walk the reversed edges from ``roots`` and stop at ``target_nodes``.
-
-    Args:
-        roots: nodes to start from; they are always part of the closure. None is skipped.
-        target_nodes: nodes at which the walk stops.
-        reverse_edges_dict: what ``construct_reverse_graph`` returned.
-
-    Returns:
-        The nodes walked through (no targets among them but roots), and the targets that were met.
-    """
-    closure = {root for root in roots if root is not None}
-    met: set[Node] = set()
-    ahead = list(closure)
-    while ahead:
-        for node in reverse_edges_dict.get(ahead.pop(), ()):
-            if node in target_nodes and node not in closure:
-                met.add(node)
-            elif node not in closure:
-                closure.add(node)
-                ahead.append(node)
-    return closure, met
-
-
-def get_param_groups(
-    inputs: Iterable[Node], params: Iterable[Node], reverse_edges_dict: Mapping[Node, list[Node]]
-) -> list[ParamGroup]:
-    """Group the weights by the nodes at which their gradients leave the path to the inputs.
-
-    Args:
-        inputs: nodes of the inputs.
-        params: nodes of the weights. One that is an input too counts as an input; one that no
-            gradient reaches is left out.
-        reverse_edges_dict: what ``construct_reverse_graph`` returned.
-
-    Returns:
-        Dicts with two sets of nodes: ``params``, and ``intermediates``, which have edges towards params and
-        towards inputs. Weights that share an intermediate are in one group.
-    """
-    between, _ = reverse_closure(inputs, (), reverse_edges_dict)
-    groups: list[ParamGroup] = []
-    for param in params:
-        _, met = reverse_closure((param,), between, reverse_edges_dict)
-        if param in between or not met:
-            continue
-        joined = [group for group in groups if not met.isdisjoint(group["intermediates"])]
-        merged = {
-            "params": {param}.union(*(group["params"] for group in joined)),
-            "intermediates": met.union(*(group["intermediates"] for group in joined)),
-        }
-        groups = [*(group for group in groups if group not in joined), merged]
-    return groups

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import UsageError
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError
-from penstock.pipelining.rows import ActionTuple, Row, spaced, to_entry, to_order
+from penstock.pipelining.rows import ActionTuple, Row, proven, schedule_of, to_entry, to_order
 from penstock.pipelining.running import PipelineSchedule
 from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from penstock.schedule import (
-    Span,
     Timeline,
-    add_communication,
     build,
     draw_svg,
     draw_text,
     prefetch,
     reduce_gradients,
+    simulate,
 )
 from penstock.schedule.base import flat
 
 __all__ = ["add_schedule_op_spacing", "get_schedule_ops", "visualize_schedule"]
-
-WIDTHS = {"B": 2}
-"""The number of steps that an operation takes; all others take one, and a pair what its parts take."""
 
 
 def get_schedule_ops(
@@ -48,7 +44,7 @@ def get_schedule_ops(
         num_stages_per_rank: by default 1 for schedules with one stage per rank, otherwise 2.
         add_spacing: whether to put ``None`` for steps in which a rank idles.
         with_comms: whether to include messages, gathering of parameters, and reductions.
-        defer_pp_recv: with messages, whether to post receives as late as possible.
+        defer_pp_recv: accepted and ignored: receives are posted where they are needed.
 
     Raises:
         ValueError: spacing and messages were both requested, there is no such schedule, or it cannot
@@ -68,8 +64,7 @@ def get_schedule_ops(
     sizes = {"ranks": pp_degree, "microbatches": num_microbatches, "stages_per_rank": each}
     built = build(chosen.recipe, **sizes)
     if with_comms:
-        whole = reduce_gradients(prefetch(built))
-        built = add_communication(whole) if defer_pp_recv else prove(whole)
+        built = prove(reduce_gradients(prefetch(built)))
     rows = list(to_order(built.programs).values())
     return add_schedule_op_spacing(rows) if add_spacing else rows
 
@@ -80,26 +75,37 @@ def add_schedule_op_spacing(schedule: Sequence[Row]) -> list[list[ActionTuple | 
     A full backward takes two steps, an overlapped pair three, and any other action one.
 
     Args:
-        schedule: each rank's actions.
+        schedule: each rank's actions, which only compute.
 
     Raises:
-        ScheduleError: the schedule does not complete.
+        PlacementError: the schedule does not complete.
     """
-    return list(spaced(dict(enumerate(schedule)), WIDTHS).values())
+    timeline = _timeline(schedule)
+    times = {span.action: (round(span.start), round(span.end)) for span in timeline.spans}
+    steps: list[list[ActionTuple | None]] = []
+    for row in schedule:
+        steps.append([])
+        now = 0
+        for action in filter(None, row):
+            starts, ends = zip(*(times[part] for part in flat((to_entry(action),))), strict=True)
+            steps[-1] += [*[None] * (min(starts) - now), action]
+            now = max(ends)
+        steps[-1] += [None] * (max(end for _, end in times.values()) - now)
+    return steps
 
 
 def visualize_schedule(schedule: Sequence[Row], filename: str | None = None) -> None:
-    """Draw rows of actions.
+    """Draw rows of actions as they run: a forward takes one step and a full backward two.
 
     Args:
-        schedule: each rank's actions, with ``None`` where it idles.
+        schedule: each rank's actions.
         filename: the SVG file to write; by default the drawing is printed as text.
 
     Raises:
+        PlacementError: the schedule does not complete.
         UsageError: the file name does not end in ``.svg``.
     """
-    spans = tuple(span for rank, row in enumerate(schedule) for span in _spans(rank, row))
-    timeline = Timeline(spans, len(schedule), "")
+    timeline = _timeline(schedule)
     if filename is None:
         sys.stdout.write(draw_text(timeline) + "\n")
     elif Path(filename).suffix != ".svg":
@@ -108,11 +114,5 @@ def visualize_schedule(schedule: Sequence[Row], filename: str | None = None) -> 
         Path(filename).write_text(draw_svg(timeline), encoding="utf-8")
 
 
-def _spans(rank: int, row: Row) -> Iterator[Span]:
-    now = 0
-    for entry in row:
-        for part in (None,) if entry is None else entry.sub_actions or (entry,):
-            end = now + (1 if part is None else WIDTHS.get(part.computation_type.value, 1))
-            if part is not None:
-                yield from (Span(rank, action, now, end) for action in flat((to_entry(part),)))
-            now = end
+def _timeline(rows: Sequence[Row]) -> Timeline:
+    return simulate(proven(schedule_of(dict(enumerate(rows))))).timeline

@@ -112,7 +112,9 @@ class LoopDrive(FunctionDrive):
     def _check_posted(self, action: Action, before: str) -> None:
         rule, _, _ = self.start()
         if not self._posted.issuperset(rule.receives(action)):
-            raise nothing_for(action.stage, action.microbatch, before)
+            raise CallError(
+                f"stage {action.stage} has nothing for microbatch {action.microbatch}; {before} comes first"
+            )
 
     def receive(self, action: Action) -> None:
         """Post the receives of what an action needs."""
@@ -163,27 +165,11 @@ def any_order(rank_of: tuple[int, ...], microbatches: int, edges: Edges | None) 
     return schedule if edges is None else schedule.with_edges(edges)
 
 
-def nothing_for(stage: int, microbatch: int | None, before: str) -> CallError:
-    """The error of a call that comes too early; ``before`` names the one that comes first."""
-    return CallError(f"stage {stage} has nothing for microbatch {microbatch}; {before} comes first")
-
-
 # ---- torch's functions for messages that a user makes himself
 
 
 def start_messages(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
-    """Start sends and receives, and return the work to wait for.
-
-    Operations in one direction start one by one: they cannot block each other, whereas NCCL would run a
-    batch of them in sequence. Only a mixture could deadlock, so it goes as a batch.
-    """
-    ways = {one.op for one in p2p_ops}
-    if ways in ({dist.isend}, {dist.irecv}):
-        peer = "group_dst" if ways == {dist.isend} else "group_src"
-        return [
-            one.op(one.tensor, group=one.group, tag=one.tag, **{peer: one.group_peer})
-            for one in p2p_ops
-        ]
+    """Start sends and receives, and return the work to wait for."""
     return dist.batch_isend_irecv(list(p2p_ops)) if p2p_ops else []
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,18 +12,13 @@ from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
-    Costs,
     Limits,
     Op,
     Overlap,
     Placement,
     Schedule,
-    Simulation,
     from_csv,
-    merge_backward,
     parse_action,
-    prefetch,
-    reduce_gradients,
 )
 from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.schedule.reading import read_text
@@ -130,7 +124,7 @@ def to_order(programs: Iterable[Iterable[Entry]]) -> dict[int, list[ActionTuple 
     return {rank: [to_tuple(entry) for entry in row] for rank, row in enumerate(programs)}
 
 
-# ---- the actions of all ranks, checked and changed by Penstock's passes
+# ---- the actions of all ranks
 
 
 Row = Sequence[ActionTuple | None]
@@ -141,7 +135,6 @@ Order = Mapping[int, Row]
 def schedule_of(
     order: Order,
     *,
-    rank_of: Sequence[int] | None = None,
     stages: int | None = None,
     microbatches: int | None = None,
 ) -> Schedule:
@@ -149,7 +142,6 @@ def schedule_of(
 
     Args:
         order: the actions.
-        rank_of: the rank of each stage; by default, the one that computes it.
         stages: the number of stages; by default, as many as the actions name.
         microbatches: the number of microbatches; by default, likewise.
 
@@ -163,11 +155,9 @@ def schedule_of(
         if action is not None
         for part in action.sub_actions or (action,)
     ]
-    if rank_of is None:
-        count = stages or 1 + max((part.stage_index for _, part in parts), default=0)
-        homes = dict.fromkeys(range(count), 0)
-        homes |= {part.stage_index: rank for rank, part in parts if part.is_compute_op}
-        rank_of = [homes[stage] for stage in range(count)]
+    count = stages or 1 + max((part.stage_index for _, part in parts), default=0)
+    ranks = dict.fromkeys(range(count), 0)
+    ranks |= {part.stage_index: rank for rank, part in parts if part.is_compute_op}
     if microbatches is None:
         microbatches = 1 + max((part.microbatch_index or 0 for _, part in parts), default=0)
     programs = tuple(
@@ -175,24 +165,14 @@ def schedule_of(
         for rank in sorted(order)
     )
     try:
-        return Schedule("by hand", Placement(tuple(rank_of)), microbatches, programs)
+        return Schedule(
+            "by hand",
+            Placement(tuple(ranks[stage] for stage in range(count))),
+            microbatches,
+            programs,
+        )
     except ScheduleError as error:
         raise PlacementError(str(error)) from error
-
-
-def check_order(
-    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
-) -> dict[int, int]:
-    """Prove that a step completes, apart from messages, and return the rank of each stage.
-
-    Raises:
-        PlacementError: the step does not complete; the message lists every reason.
-    """
-    if len(actions) != pp_group_size:
-        raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
-    schedule = proven(schedule_of(actions, stages=num_stages, microbatches=num_microbatches))
-    check_trains(schedule)
-    return dict(enumerate(schedule.placement.rank_of))
 
 
 def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
@@ -206,16 +186,11 @@ def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
 
 def proven(schedule: Schedule) -> Schedule:
     """Prove that a schedule completes, and return it; an error lists every reason why it does not."""
-    with_messages(schedule)
-    return schedule
-
-
-def with_messages(schedule: Schedule) -> Schedule:
-    """Add a schedule's messages, and prove that it completes."""
     try:
-        return prove(schedule)
+        prove(schedule)
     except ScheduleError as error:
         raise PlacementError(str(error)) from error
+    return schedule
 
 
 FORMATS = ("compute_only", "compute_comms")
@@ -246,101 +221,3 @@ def read_rows(filename: str | Path) -> Schedule:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         raise RowsError(str(error)) from error
-
-
-def merge_halves(compute_actions: Row) -> list[ActionTuple | None]:
-    """Merge each input backward with the weight backward right after it into a full backward."""
-    return _passed(compute_actions, merge_backward)
-
-
-def add_unshards(compute_actions: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
-    """Add the actions that gather and free a rank's stages, at most ``max_active_stages`` at once."""
-    return _passed(
-        compute_actions, lambda schedule: prefetch(schedule, unsharded=max_active_stages)
-    )
-
-
-def add_reductions(actions: Row, n_microbatches: int) -> list[ActionTuple | None]:
-    """Add the actions that reduce the gradients of a rank's stages, after their last microbatch."""
-    return _passed(actions, reduce_gradients)
-
-
-def add_messages(
-    compute_actions: Order,
-    stage_to_rank: Callable[[int], int],
-    num_stages: int,
-) -> dict[int, list[ActionTuple | None]]:
-    """Add every send and receive, in an order that cannot deadlock."""
-    rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
-    return to_order(with_messages(schedule_of(compute_actions, rank_of=rank_of)).programs)
-
-
-def steps_of(
-    pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
-) -> dict[int, list[ActionTuple | None]]:
-    """Return each rank's actions and messages, one per step, with ``None`` where it waits."""
-    return spaced(pipeline_order, {}, [stage_to_rank(stage) for stage in range(num_stages)])
-
-
-def spaced(
-    order: Order, widths: Mapping[str, int], rank_of: Sequence[int] | None = None
-) -> dict[int, list[ActionTuple | None]]:
-    """Each rank's actions with ``None`` for each step in which it waits.
-
-    Args:
-        order: the actions.
-        widths: the number of steps that an operation takes; by default one.
-        rank_of: the rank of each stage; by default, the one that computes it.
-
-    Raises:
-        ScheduleError: the actions do not complete.
-    """
-    rows = [[action for action in order[rank] if action] for rank in sorted(order)]
-    halved = dict(enumerate(map(_halved, rows)))
-    schedule = schedule_of(halved, rank_of=rank_of)
-    spans = iter(Simulation(schedule, Costs(), lambda action: widths.get(action.op.value, 1)).spans)
-    steps: dict[int, list[ActionTuple | None]] = {}
-    ends: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        steps[rank], ends[rank] = [], 0
-        for action in row:
-            parts = [next(spans) for _ in action.sub_actions or (action,)]
-            steps[rank] += [*([None] * (round(parts[0].start) - ends[rank])), action]
-            ends[rank] = round(parts[-1].end)
-    for rank, end in ends.items():
-        steps[rank] += [None] * (max(ends.values()) - end)
-    return steps
-
-
-def _halved(row: Sequence[ActionTuple]) -> list[ActionTuple]:
-    """Replace each full backward that has a separate weight backward by an input backward."""
-    weighed = {a[::2] for a in row if a.computation_type is ComputationType.BACKWARD_WEIGHT}
-    full, half = ComputationType.FULL_BACKWARD, ComputationType.BACKWARD_INPUT
-    return [
-        a._replace(computation_type=half) if a.computation_type is full and a[::2] in weighed else a
-        for a in row
-    ]
-
-
-def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
-    """Apply a pass over schedules to one rank's actions."""
-    return to_order(change(schedule_of({0: row})).programs)[0]
-
-
-def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """Format the actions as a table with a column per rank; one step may be marked as an error."""
-    ranks = sorted(pipeline_order)
-    columns = [
-        [f"Rank {rank}", *("" if a is None else str(a) for a in pipeline_order[rank])]
-        for rank in ranks
-    ]
-    rows = list(zip_longest(*columns, fillvalue=""))
-    digits = len(str(max(len(rows) - 2, 0)))
-    widths = [max(len("Step ") + digits, *map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for number, row in enumerate(rows, start=-1):
-        label = "" if number < 0 else f"Step {number:0{digits}}:"
-        cells = " ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        mark = " <-- ERROR HERE" if number == error_step_number else ""
-        lines.append(f"{label:<{digits + 6}} {cells}{mark}\n")
-    return "".join(lines)

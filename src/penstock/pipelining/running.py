@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -21,7 +21,7 @@ from penstock._engine.microbatches import Batch, Microbatch
 from penstock._engine.runtime import Call, Reduction, StepLoss, StepState
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
-from penstock.pipeline import Pipeline, carry_out, driven
+from penstock.pipeline import Pipeline, before_meeting
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.by_hand import FunctionDrive, LoopDrive, Perform, any_order, driving
@@ -198,9 +198,10 @@ class PipelineSchedule:
         self.fwd_recv_ops: Any = Arrived()
         self.bwd_recv_ops: Any = Arrived()
         self.backward_counter: Counter[int] = Counter()
-        if self._n_microbatches < 1:
-            raise UsageError(f"n_microbatches={self._n_microbatches}: must be at least 1")
-        self._build()
+        with before_meeting(self._stages[0].group):
+            if self._n_microbatches < 1:
+                raise UsageError(f"n_microbatches={self._n_microbatches}: must be at least 1")
+            self._build()
 
     @property
     def stages(self) -> list[StageBase]:
@@ -361,13 +362,13 @@ class PipelineSchedule:
         Raises:
             RuntimeError: gradients are disabled.
         """
-        if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
-            raise CallError("step needs gradients; under torch.no_grad() call eval")
-        self._follow_count()
         self._internal_losses.clear()  # a step by hand that failed leaves some
-        for stage in self._stages:
-            stage.start(self._schedule, self._n_microbatches, trains=self._has_backward)
         try:
+            if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
+                raise CallError("step needs gradients; under torch.no_grad() call eval")
+            self._follow_count()
+            for stage in self._stages:
+                stage.start(self._schedule, self._n_microbatches, trains=self._has_backward)
             if arg_mbs is kwarg_mbs is target_mbs is None:
                 arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
                 if target is not None:
@@ -405,7 +406,7 @@ class PipelineSchedule:
 
                 def begin() -> tuple[Dependencies, StepState, Perform]:
                     schedule = self._all_actions()
-                    step = driven(self._pipeline(schedule), lambda: call, trains=call.trains)
+                    step = self._pipeline(schedule).engine.driven(lambda: call, trains=call.trains)
                     return Dependencies(schedule), *stack.enter_context(step)
 
                 self._loop = LoopDrive(begin)
@@ -427,17 +428,14 @@ class PipelineSchedule:
         return next((stage.edges for stage in self._stages if stage.edges is not None), None)
 
     def _refuse(self, error: Exception) -> None:
-        """Raise this rank's argument error on all ranks, which are in the same step."""
+        """Raise this rank's argument error on the other ranks, which are in the same step."""
 
         def describe() -> Call:
             raise error
 
-        try:
+        with suppress(PenstockError):
             pipe = self._pipeline(self._all_actions())
-            carry_out(pipe, describe, trains=self._has_backward)
-        except PenstockError:
-            if isinstance(error, PenstockError):
-                raise
+            pipe.engine.perform(describe, trains=self._has_backward)
 
     def eval(self, *args: Any, **options: Any) -> Any:
         """Run only the forwards of a batch, with the arguments and result of :meth:`step`."""
@@ -467,7 +465,7 @@ class PipelineSchedule:
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
-        done = carry_out(self._pipeline(self.schedule), lambda: call, trains=call.trains)
+        done = self._pipeline(self.schedule).engine.perform(lambda: call, trains=call.trains)
         last = self._last_stage
         if last is None:
             return
@@ -572,12 +570,9 @@ class PipelineSchedule:
     def _initialize_stage(
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
-        """Begin a step by hand, as the loop of every rank does; without one, prepare the stages."""
+        """Begin a step by hand, as the loop of every rank does; outside of one, do nothing."""
         if self._loop is not None:
             self._loop.start()
-        else:
-            for stage in self._stages:
-                stage._prepare_forward_infra(self._n_microbatches, args, kwargs, self._has_backward)
 
     _initialize_stages = _initialize_stage
 

@@ -19,15 +19,8 @@ from penstock.pipelining.microbatch import (
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
-    add_messages,
-    add_reductions,
-    add_unshards,
     check_computes,
     check_format,
-    check_order,
-    format_order,
-    merge_halves,
-    steps_of,
 )
 from penstock.pipelining.running import (
     OF_SEVERAL,
@@ -74,13 +67,6 @@ _CustomFunctionProtocol = Custom
 _PipelineContext = PipelineContext
 _PipelineSchedule = PipelineSchedule
 _PipelineStageBase = StageBase
-_add_reduce_grad = add_reductions
-_add_send_recv = add_messages
-_add_unshard_reshard = add_unshards
-_format_pipeline_order = format_order
-_merge_bw = merge_halves
-_simulate_comms_compute = steps_of
-_validate_schedule = check_order
 _wait_batch_p2p = wait_all
 _batch_p2p = start_messages
 _sorted_batch_p2p = start_by_peer

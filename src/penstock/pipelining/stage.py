@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.distributed import P2POp
 
 from penstock import stage as engine
 from penstock._engine.parallel import gathered, group_of, let_cross, seat
-from penstock._engine.values import flatten, map_tensors, tensors_in
+from penstock._engine.values import tensors_in
 from penstock.errors import UsageError
 from penstock.partition import Shared
+from penstock.pipeline import before_meeting
 from penstock.pipelining._backward import (
     stage_backward,
     stage_backward_input,
@@ -21,18 +23,13 @@ from penstock.pipelining._backward import (
 )
 from penstock.pipelining._utils import (
     CallError,
-    GetMeshCallback,
     PipeInfo,
     PipeliningMetadataError,
     PlacementError,
-    extract_tensor_meta,
     extract_tensor_metas,
-    flatten_args,
     generate_stage_to_rank_mapping,
-    validate_and_normalize_to_tuple,
-    validate_tensors_metadata,
 )
-from penstock.pipelining.by_hand import FunctionDrive, nothing_for
+from penstock.pipelining.by_hand import FunctionDrive
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import Gradients
 
@@ -120,32 +117,36 @@ class PipelineStage(StageBase, engine.PipelineStage):
         input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
         group: Any = None,
         dw_builder: Build | None = None,
-        get_mesh: GetMeshCallback | None = None,
+        get_mesh: Callable[..., Any] | None = None,
     ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
-        for place, example in enumerate((input_args, output_args, input_grads, output_grads)):
-            validate_and_normalize_to_tuple(example, allow_none=place > 1)
-        self.group = group_of(group)
-        self.group_rank, self.group_size = seat(self.group)
-        if self.group_size > num_stages:
-            raise PlacementError(
-                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
+        with before_meeting(group):
+            if not 0 <= stage_index < num_stages:
+                raise UsageError(
+                    f"stage index {stage_index} is out of range of {num_stages} stages"
+                )
+            self._examples = {
+                "input_args": extract_tensor_metas(input_args),
+                "output_args": extract_tensor_metas(output_args),
+            }
+            for gradients in (input_grads, output_grads):
+                extract_tensor_metas(gradients, allow_none=True)
+            self.group = group_of(group)
+            self.group_rank, self.group_size = seat(self.group)
+            if self.group_size > num_stages:
+                raise PlacementError(
+                    f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
+                )
+            self.stage_index, self.num_stages = stage_index, num_stages
+            self.dw_builder = dw_builder
+            self.stage_index_to_group_rank = generate_stage_to_rank_mapping(
+                self.group_size, num_stages
             )
-        self.stage_index, self.num_stages = stage_index, num_stages
-        self.dw_builder = dw_builder
-        self.stage_index_to_group_rank = generate_stage_to_rank_mapping(self.group_size, num_stages)
-        self.output_chunks: list[Any] = []
-        self.log_prefix = f"[Stage {stage_index}]"
-        self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
-        self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
-        self._expected = {"input": input_args, "output": output_args}
-        self._noted: list[Any] | None = None
-        self._values: dict[int, tuple[Any, ...]] = {}
-        self._owed: dict[int, Gradients] = {}
-        super().__init__(submodule, stage_index, num_stages, device)
-        if get_mesh is not None:
-            let_cross([submodule], get_mesh)
+            self.output_chunks: list[Any] = []
+            self.log_prefix = f"[Stage {stage_index}]"
+            self._noted: list[Any] | None = None
+            super().__init__(submodule, stage_index, num_stages, device)
+            if get_mesh is not None:
+                let_cross([submodule], get_mesh)
 
     @property
     def submod(self) -> Any:
@@ -165,8 +166,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def _call_noted(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; compare the first microbatch's shapes, and note what a call by hand wants."""
         output = self._run(*args, **kwargs)
-        if self._expected:
-            self._compare(args, output)
+        if self._examples:
+            self._compare(input_args=args, output_args=output)
         if self._noted is not None:
             self._noted.append(output)
         return output
@@ -181,14 +182,20 @@ class PipelineStage(StageBase, engine.PipelineStage):
             self._noted = None
         return outputs.pop()
 
-    def _compare(self, inputs: Any, output: Any) -> None:
-        """Compare the examples with the first microbatch's inputs and output."""
-        for name, value in (("input", inputs), ("output", output)):
-            expected = extract_tensor_metas(self._expected.pop(name))
-            if expected is not None:
-                what = f"stage {self.stage_index}, {name}_args"
-                ways = {"raise_on_mismatch": False, "warn_on_mismatch": True}
-                validate_tensors_metadata(what, expected, list(tensors_in(value)), **ways)
+    def _compare(self, **given: Any) -> None:
+        """Warn if the first microbatch's inputs and output do not look like the examples."""
+        for name, value in given.items():
+            example, found = self._examples.pop(name), extract_tensor_metas(tensors_in(value))
+            texts = [
+                ", ".join(f"{of.dtype}{[*of.shape]}" for of in all_ or () if of)
+                for all_ in (example, found)
+            ]
+            if example is not None and texts[0] != texts[1]:
+                warnings.warn(
+                    f"stage {self.stage_index}: the example {name} are {texts[0]}, and the step's values "
+                    f"{texts[1]}; the step runs with those; correct the examples, or leave them out",
+                    stacklevel=2,
+                )
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Run the full backward of a microbatch, and what ``dw_builder`` builds."""
@@ -230,7 +237,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         before, self._drive = self._drive, drive
         return before
 
-    # ---- one microbatch by hand: in a step of a schedule, or without one
+    # ---- one microbatch by hand, in a step that a user's loop or function drives
 
     def forward_one_chunk(
         self,
@@ -243,21 +250,13 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
         Args:
             fwd_chunk_id: the microbatch's index.
-            args: the arguments of the first stage. Other stages receive theirs from the previous one:
-                within a step by the schedule or by :meth:`get_fwd_recv_ops`, otherwise by
-                :meth:`set_local_fwd_input`.
+            args: the arguments of the first stage. Other stages receive theirs from the previous one, by
+                the schedule or by :meth:`get_fwd_recv_ops`.
             kwargs: keyword arguments.
             save_forward_output: whether the last stage keeps its output in ``output_chunks``.
         """
-        kwargs = dict(kwargs or {})
-        if self._drive is not None:
-            action = Action(self.stage_index, Op.F, fwd_chunk_id)
-            output = self._drive.forward(self, action, args, kwargs)
-        else:
-            if not self.is_first:
-                args = self._left(self._values, fwd_chunk_id, "set_local_fwd_input")
-            output = self.forward(fwd_chunk_id, args, kwargs)
-            self.fwd_cache[fwd_chunk_id] = (as_tuple(output), flatten((tuple(args), kwargs))[0])
+        action = Action(self.stage_index, Op.F, fwd_chunk_id)
+        output = self._in_step().forward(self, action, args, dict(kwargs or {}))
         if save_forward_output and self.is_last and not self.leaves_results:
             self.output_chunks.append(output)
         return output
@@ -277,44 +276,38 @@ class PipelineStage(StageBase, engine.PipelineStage):
             full_backward: whether to run both halves.
             last_backward: accepted and ignored: the step knows how many microbatches it has.
         """
-        action = Action(self.stage_index, Op.B if full_backward else Op.I, bwd_chunk_id)
-        if not self._may_go_back(bwd_chunk_id):
-            return
-        if self._drive is not None:
-            self._drive.backward(self, action, loss)
-            return
-        roots = self._roots(bwd_chunk_id, loss)
-        gradients = (self.backward if full_backward else self.backward_input)(bwd_chunk_id, roots)
-        _, flat = self.fwd_cache.pop(bwd_chunk_id)
-        left = iter(gradients)
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        self.bwd_cache[bwd_chunk_id] = tuple(
-            next(left) if x.requires_grad else None for x in tensors
-        )
+        if self._may_go_back(bwd_chunk_id):
+            op = Op.B if full_backward else Op.I
+            action = Action(self.stage_index, op, bwd_chunk_id)
+            self._in_step().backward(self, action, loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the weights' half of a backward; the arguments are those of :meth:`backward_one_chunk`."""
         if not self._may_go_back(bwd_chunk_id):
             return
+        drive = self._in_step()
         if bwd_chunk_id not in self._pending:
             raise CallError(
                 f"stage {self.stage_index}: microbatch {bwd_chunk_id} has no half of a backward; "
                 "call backward_one_chunk(..., full_backward=False) first"
             )
-        if self._drive is not None:
-            self._drive.perform(Action(self.stage_index, Op.W, bwd_chunk_id))
-        else:
-            self.backward_weight(bwd_chunk_id)
+        drive.perform(Action(self.stage_index, Op.W, bwd_chunk_id))
+
+    def _in_step(self) -> FunctionDrive:
+        """What performs the calls of this stage in the running step."""
+        if self._drive is None:
+            raise CallError(
+                f"stage {self.stage_index} is in no step: forward_one_chunk, backward_one_chunk and others "
+                "belong in a schedule's own _step_microbatches or in a custom function; to run a stage by "
+                "itself, take penstock.PipelineStage and call its forward and backward"
+            )
+        return self._drive
 
     def _may_go_back(self, microbatch: int) -> bool:
         """Whether there is a backward, and the microbatch is one of the step's."""
         if not self.has_backward:
             return False
-        if self.chunks is None:
-            raise CallError(
-                f"stage {self.stage_index} has no chunks yet; a step of a schedule sets them"
-            )
-        if not 0 <= microbatch < self.chunks:
+        if self.chunks is not None and not 0 <= microbatch < self.chunks:
             raise CallError(
                 f"stage {self.stage_index}: chunk {microbatch} is out of range of {self.chunks} chunks"
             )
@@ -330,21 +323,6 @@ class PipelineStage(StageBase, engine.PipelineStage):
             )
         self.start_from(microbatch, gathered(loss))
 
-    def _roots(self, microbatch: int, loss: Tensor | None) -> Gradients | None:
-        self.start_from_loss(microbatch, loss)
-        if self.is_last:
-            return None
-        gradients = self._left(self._owed, microbatch, "set_local_bwd_input")
-        outputs = tensors_in(self.fwd_cache[microbatch][0])
-        pairs = zip(gradients, outputs, strict=False)
-        return [gradient for gradient, output in pairs if output.requires_grad]
-
-    def _left(self, left: dict[int, Any], microbatch: int, before: str) -> Any:
-        """Take what a microbatch has left here; ``before`` names the call that leaves it."""
-        if microbatch not in left:
-            raise nothing_for(self.stage_index, microbatch, before)
-        return left.pop(microbatch)
-
     def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
         """By hand, after a step's last backward: scale the gradients, which the step reduces at its end."""
         self.scale_grads(grad_scale_factor)
@@ -358,105 +336,51 @@ class PipelineStage(StageBase, engine.PipelineStage):
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)
 
-    # ---- messages by hand: in a step's loop the engine sends and receives, so there is nothing to wait for
+    # ---- messages by hand: the engine sends and receives, so there is nothing to wait for
 
-    def _prepare_forward_infra(
-        self,
-        num_microbatches: int,
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-        has_backward: bool = False,
-    ) -> tuple[Any, ...]:
-        """Prepare to drive the stage without a schedule.
-
-        Args:
-            num_microbatches: the number of microbatches.
-            args: accepted and ignored: what travels shows in what is passed on.
-            kwargs: likewise.
-            has_backward: whether there is a backward.
-
-        Raises:
-            CallError: values skip stages, which only a schedule can send.
-        """
-        if self.edges is not None:
-            raise CallError(
-                f"stage {self.stage_index} is of a Pipe whose values skip stages; run it by one of the "
-                "schedule classes, which send them"
-            )
-        self.chunks = num_microbatches
-        self.has_backward = has_backward or self.has_backward
-        return ()
-
-    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        """Do nothing: the gradients' layouts follow from those of the values."""
-
-    def _message(self, op: Op, microbatch: int, peer: int, *, sends: bool) -> list[P2POp]:
+    def _message(self, op: Op, microbatch: int, *, sends: bool) -> list[P2POp]:
         """Send or receive what belongs to a microbatch's forward or backward."""
-        action = Action(self.stage_index, op, microbatch)
-        if self._drive is not None:
-            self._drive.send(action) if sends else self._drive.receive(action)
-        elif 0 <= peer < self.num_stages:
-            rank = self.stage_index_to_group_rank[peer]
-            if rank != self.group_rank:
-                raise CallError(
-                    f"stage {self.stage_index} and stage {peer}, which is on rank {rank}, exchange "
-                    "messages in a step of a schedule; drive them in its _step_microbatches"
-                )
+        drive, action = self._in_step(), Action(self.stage_index, op, microbatch)
+        drive.send(action) if sends else drive.receive(action)
         return []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: receive a microbatch's values."""
-        return self._message(Op.F, fwd_chunk_id, self.stage_index - 1, sends=False)
+        return self._message(Op.F, fwd_chunk_id, sends=False)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: send a microbatch's values."""
-        return self._message(Op.F, fwd_chunk_id, self.stage_index + 1, sends=True)
+        return self._message(Op.F, fwd_chunk_id, sends=True)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """By hand: receive the values' gradients."""
         if not self.has_backward:
             return []
-        return self._message(Op.B, bwd_chunk_id, self.stage_index + 1, sends=False)
+        return self._message(Op.B, bwd_chunk_id, sends=False)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """By hand: send the gradients to the previous stage."""
         if not self._may_go_back(bwd_chunk_id):
             return []
-        return self._message(Op.B, bwd_chunk_id, self.stage_index - 1, sends=True)
+        return self._message(Op.B, bwd_chunk_id, sends=True)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """By hand: take the output of the previous stage in this process. Does nothing in a step."""
-
-        def taken(tensor: Tensor) -> Tensor:
-            return tensor.detach().requires_grad_(self.has_backward and may_learn(tensor))
-
-        if self._drive is None:
-            self._values[mb_index] = map_tensors(as_tuple(prev_stage_outputs), taken)
+        """Do nothing: what the previous stage gave is on its way, also in this process."""
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """By hand: take the gradients from the next stage in this process. Does nothing in a step."""
-        if self._drive is None:
-            self._owed[mb_index] = next_stage_bwd_outputs
+        """Do nothing: the gradients of the next stage are on their way, also in this process."""
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """By hand: return the gradients for the previous stage in this process. Empty in a step."""
-        return self.bwd_cache.pop(mb_index) if self._drive is None else ()
+        """Return nothing: the gradients are on their way to the previous stage."""
+        return ()
 
     def clear_runtime_states(self) -> None:
-        """Drop what microbatches left here."""
-        if self._drive is not None:
-            return
-        self.output_chunks.clear()
-        for left in (self.fwd_cache, self.bwd_cache, self._values, self._owed):
-            left.clear()
-        self.clear()
-
-
-def may_learn(tensor: Tensor) -> bool:
-    """Whether a tensor is of a type that has gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
+        """Drop what microbatches left here; within a step, nothing."""
+        if self._drive is None:
+            self.output_chunks.clear()
+            self.clear()
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
@@ -490,17 +414,13 @@ _normalize_model_output_as_tuple = as_tuple
 
 # Includes names that users import from torch's module of the same name.
 __all__ = [
-    "GetMeshCallback",
     "PipeInfo",
     "PipelineStage",
     "PipeliningMetadataError",
     "StageBase",
     "build_stage",
-    "extract_tensor_meta",
     "extract_tensor_metas",
-    "flatten_args",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
-    "validate_and_normalize_to_tuple",
 ]

@@ -12,7 +12,7 @@ from penstock._engine.values import bytes_as_text
 
 
 def summary(metrics: Mapping[str, Any], steps: int) -> str:
-    """The main numbers of a step, in one line; see docs/watching.md for their names."""
+    """The main numbers of a step, in one line; see docs/profiling.md for their names."""
     words = [
         f"step {metrics['step']:>{len(str(steps))}}/{steps}",
         f"loss {metrics['loss']:.6f}",

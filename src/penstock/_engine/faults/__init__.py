@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock._engine.faults.meeting import DAY as DAY
     from penstock._engine.faults.meeting import Meeting as Meeting
     from penstock._engine.faults.meeting import Members as Members
+    from penstock._engine.faults.meeting import decline as decline
     from penstock._engine.faults.meeting import end_waits as end_waits
     from penstock._engine.faults.meeting import meet as meet
     from penstock._engine.faults.meeting import noticing_gone_machines as noticing_gone_machines

@@ -120,7 +120,7 @@ def meet(
 
     Raises:
         UsageError: this process is not in the group, or the launcher's environment is wrong.
-        AgreementError: a process is absent; the message says which.
+        AgreementError: a process is absent or has declined; the message says which.
     """
     seconds = (patience or Patience()).rendezvous
     launch = None
@@ -142,12 +142,36 @@ def meet(
     return Meeting(job, chosen, room, created, hosts)
 
 
+def decline(members: Sequence[int], error: BaseException) -> None:
+    """Tell the others that this process does not come to their next meeting, which ends there with its error.
+
+    It is for an error before the meeting in an existing process group; without a group there is no store yet.
+
+    Args:
+        members: the processes of the job, as global ranks.
+        error: why it does not come.
+    """
+    if not dist.is_initialized() or len(members) < 2:
+        return
+    rank, store = dist.get_rank(), _existing_store(members)
+    with suppress(RuntimeError):  # the store was lost
+        room = PrefixStore(f"meeting-{store.add(f'attempts/{rank}', 0) + 1}", store)
+        room.set(f"declined/{rank}", "-")
+        room.set("declined", "-")
+        room.compare_set("end", "", f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def _existing_store(members: Sequence[int]) -> Any:
+    world: Any = dist.group.WORLD
+    return PrefixStore(f"penstock/{ranges(members)}", world.get_group_store())
+
+
 class Rendezvous:
     """One process's way to the others, in bounded time.
 
     They count themselves in a room, a part of the store. Its key ``end`` is written once: by the last one to
-    arrive, or by the first that runs out of time or has another number of processes. So all read the same
-    outcome. A room that has ended is not used again; the next attempt takes a new one.
+    arrive, or by the first that runs out of time, has another number of processes or declines to come. So all
+    read the same outcome. A room that has ended is not used again; the next attempt takes a new one.
 
     Args:
         rank: this process's global rank.
@@ -170,7 +194,7 @@ class Rendezvous:
             The room, which will also hold their places.
 
         Raises:
-            AgreementError: a process is absent, comes twice, or counts other processes; or there is no store.
+            AgreementError: a process is absent, has declined, comes twice, or counts other processes.
         """
         # Torch waits without end for an answer, as from a listener that is no store.
         future: Future[Any] = Future()
@@ -200,8 +224,7 @@ class Rendezvous:
     def _come(self) -> Any:
         until = monotonic() + self._seconds
         if self._launch is None:
-            world: Any = dist.group.WORLD
-            store = PrefixStore(f"penstock/{ranges(self._members)}", world.get_group_store())
+            store = _existing_store(self._members)
         else:
             store = _reach_store(self._launch, self._seconds, until)
         process = f"process {os.getpid()} on {platform.node()}"
@@ -215,6 +238,8 @@ class Rendezvous:
             room = PrefixStore(f"meeting-{store.add(f'attempts/{self._rank}', 1)}", store)
             if not room.check(["end"]):
                 break
+            if room.check(["declined"]) and not room.check([f"declined/{self._rank}"]):
+                raise AgreementError(read_text(room.get("end")))
         # A place must be there before somebody reads it, since the store lets who reads wait for it.
         room.set(f"place/{self._rank}", "-")
         # Where the store opened late, the others are on their way to it as well.
@@ -269,7 +294,7 @@ class Rendezvous:
 
     def _absence(self, store: Any, room: Any, seconds: float) -> str:
         """Name the absent processes; return nothing if all are here."""
-        absent = _without_key(room, "place", self._members)
+        absent = [rank for rank in self._members if not room.check([f"place/{rank}"])]
         known = [rank for rank in absent[:4] if store.check([f"process/{rank}"])]
         words = "".join(
             f"; rank {rank} was here before, as {read_text(store.get(f'process/{rank}'))}: it is elsewhere "
@@ -278,16 +303,6 @@ class Rendezvous:
         )
         come = f"of {len(self._members)} have not come to {self._place}{words}"
         return f"after {seconds:g} s ranks [{listed(map(str, absent))}] {come}" if absent else ""
-
-
-def _without_key(room: Any, name: str, ranks: Sequence[int]) -> list[int]:
-    """Find the ranks without a key of their own, in few questions if these are few."""
-    if room.check([f"{name}/{rank}" for rank in ranks]):
-        return []
-    half = len(ranks) // 2
-    if not half:
-        return [*ranks]
-    return _without_key(room, name, ranks[:half]) + _without_key(room, name, ranks[half:])
 
 
 def _has_ended(room: Any, seconds: float) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -137,66 +137,73 @@ class WeightFolder:
         self.close()
 
 
-def save_weights(
-    job: Job,
-    folder: Path,
-    weights: StageWeights,
-    stages: int,
-    *,
-    writes: bool,
-    beside: Callable[[], Mapping[str, bytes]],
-) -> None:
-    """Save a pipeline's weights; all processes that save together call this.
+class PipelineSave:
+    """One save of a pipeline's weights; all processes that save together run it.
 
     Args:
-        job: all processes, of which the first publishes.
         folder: the folder.
         weights: the weights of this process's stages.
         stages: the number of stages.
         writes: whether this process writes what it has, or another one that has the same.
         beside: called in the first process; returns the files beside the weights, see :func:`files_beside`.
-
-    Raises:
-        UsageError: another process writes into the folder, or a weight cannot be saved.
-        CheckpointError: some process could not write; the folder holds what it held before.
     """
-    with ExitStack() as stack:
-        files: dict[int, dict[str, Any]] = {}
-        target: WeightFolder | None = None
-        others: Mapping[str, bytes] = {}
 
-        def look() -> None:
-            files.update(weights.files())
-            check_saveable({name: one for of in files.values() for name, one in of.items()})
+    def __init__(
+        self,
+        folder: Path,
+        weights: StageWeights,
+        stages: int,
+        *,
+        writes: bool,
+        beside: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        self._folder, self._weights, self._stages = folder, weights, stages
+        self._writes, self._make_beside = writes, beside
+        self._files: dict[int, dict[str, Any]] = {}
+        self._beside: Mapping[str, bytes] = {}
+        self._target: WeightFolder | None = None
 
-        def begin(_: list[Any]) -> str:
-            nonlocal target, others
-            others = beside()
-            target = stack.enter_context(WeightFolder(folder))
-            return target.save
+    def run(self, job: Job) -> None:
+        """Write the files of all processes; the first one publishes them.
 
-        def write() -> list[Any]:
-            check_arrived(folder)
-            written = []
-            for index, of in files.items():
-                state: dict[str, Tensor] = {}
-                for name, tensor in of.items():
-                    # All gather one after the other; only who writes keeps them, and not on its device.
-                    gathered = whole(tensor)
-                    if writes:
-                        state[name] = gathered.cpu() if is_sharded(tensor) else gathered
-                if writes:
-                    written.append([index, save_stage(state, folder, index, stages, save)])
-            return written
+        Raises:
+            UsageError: another process writes into the folder, or a weight cannot be saved.
+            CheckpointError: some process could not write; the folder holds what it held before.
+        """
+        try:
+            save = job.meet(self._look, self._begin, "save")
+            job.meet(partial(self._write, save), self._publish, "save")
+        finally:
+            if self._target is not None:
+                self._target.close()
 
-        def publish(of_processes: list[Any]) -> None:
-            assert target is not None
-            target.publish(
-                dict(row for of in of_processes for row in of), weights.names.tied, others
-            )
+    def _look(self) -> None:
+        self._files = self._weights.files()
+        check_saveable({name: one for of in self._files.values() for name, one in of.items()})
 
-        save = job.meet(look, begin, "save")
-        job.meet(write, publish, "save")
+    def _begin(self, _: list[Any]) -> str:
+        self._beside = self._make_beside()
+        self._target = WeightFolder(self._folder)
+        return self._target.save
+
+    def _write(self, save: str) -> list[Any]:
+        check_arrived(self._folder)
+        written = []
+        for index, weights in self._files.items():
+            state: dict[str, Tensor] = {}
+            for name, tensor in weights.items():
+                # All gather one after the other; only who writes keeps them, and not on its device.
+                gathered = whole(tensor)
+                if self._writes:
+                    state[name] = gathered.cpu() if is_sharded(tensor) else gathered
+            if self._writes:
+                written.append([index, save_stage(state, self._folder, index, self._stages, save)])
+        return written
+
+    def _publish(self, of_processes: list[Any]) -> None:
+        assert self._target is not None
+        written = dict(row for rows in of_processes for row in rows)
+        self._target.publish(written, self._weights.names.tied, self._beside)
 
 
 def files_beside(model: Any, processing_class: Any = None) -> dict[str, bytes]:

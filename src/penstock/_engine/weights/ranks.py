@@ -52,5 +52,5 @@ def collect(
                 arrived[key] = buffer.cpu()
             else:
                 arrived[key] = whole(tensors[key]).cpu().clone()
-        states.append({name: decode(tree, arrived.__getitem__) for name, tree in trees.items()})
+        states.append({n: decode(tree, arrived.__getitem__, n) for n, tree in trees.items()})
     return [head for head, *_ in replies], states

@@ -1,6 +1,7 @@
 """Encode states as JSON data and tensors, and decode them, so that files hold them without pickle.
 
-A value that JSON cannot express becomes an object with a mark, ``{"$": kind, "of": JSON data}``.
+A value that JSON cannot express becomes an object with a mark, ``{"$": kind, "of": JSON data}``. A tensor is
+the mark alone: its key is the path to it, so that states of one form have the same JSON data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from penstock.errors import CheckpointError, InputFileError, printable
 
 MARK = "$"
 """The key that marks a JSON object as standing for something other than a dict."""
+TENSOR = {MARK: "tensor"}
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """The errors of constructors on data that no encoder has made."""
 
@@ -101,7 +103,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     if kind is list:
         return [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
     if kind is dict and MARK not in value and all(type(key) is str for key in value):
-        return {key: encode(one, f"{path}/{key}", tensors) for key, one in value.items()}
+        return {key: encode(one, _below(path, key), tensors) for key, one in value.items()}
     known = np.generic if isinstance(value, np.generic) else kind
     for name, (of, simpler, _) in _KINDS.items():
         if of is known:
@@ -127,29 +129,34 @@ def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None)
             f"{path} is a {kind.__module__}.{kind.__qualname__} of layout {tensor.layout}, which a "
             "checkpoint cannot hold; make it dense"
         )
-    key, count = path, 1
-    while key in tensors:
-        key, count = f"{path}~{count}", count + 1
-    tensors[key] = tensor.detach()
-    return {MARK: "tensor", "of": key}
+    if path in tensors:
+        raise CheckpointError(f"two tensors have the path {path}; rename one of them")
+    tensors[path] = tensor.detach()
+    return TENSOR
 
 
-def decode(value: Any, read: Callable[[str], Any] | None = None) -> Any:
-    """Decode what :func:`encode` returned; ``read`` returns the tensor of a key."""
+def _below(path: str, key: str) -> str:
+    """The path to an entry of a dict; no two entries of a state have the same."""
+    return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+
+
+def decode(value: Any, read: Callable[[str], Any] | None = None, path: str = "") -> Any:
+    """Decode what :func:`encode` returned for a path; ``read`` returns the tensor of a key."""
     if isinstance(value, list):
-        return [decode(one, read) for one in value]
+        return [decode(one, read, f"{path}/{i}") for i, one in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if MARK not in value:
-        return {key: decode(one, read) for key, one in value.items()}
+        return {key: decode(one, read, _below(path, key)) for key, one in value.items()}
     try:
-        kind, of = value[MARK], value["of"]
+        kind = value[MARK]
         if kind == "tensor" and read is not None:
-            return read(of)
+            return read(path)
+        of = value["of"]
         if kind == "scalar":
             number, dtype = decode(of)
             return torch.tensor(number, dtype=dtype, device="cpu")
-        return _KINDS[kind][2](decode(of, read))
+        return _KINDS[kind][2](decode(of, read, path))
     except InputFileError:
         raise
     except _MALFORMED as error:
@@ -157,10 +164,16 @@ def decode(value: Any, read: Callable[[str], Any] | None = None) -> Any:
         raise InputFileError(f"{text} stands for nothing that a checkpoint holds") from error
 
 
-def keys_of(value: Any) -> Iterator[str]:
-    """The keys of the tensors in an encoded state."""
-    if isinstance(value, dict) and value.get(MARK) == "tensor":
-        yield str(value.get("of"))
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from keys_of(one)
+def tensor_keys(value: Any, path: str) -> Iterator[str]:
+    """The keys of the tensors in an encoded state of this path."""
+    if isinstance(value, list):
+        for i, one in enumerate(value):
+            yield from tensor_keys(one, f"{path}/{i}")
+    elif isinstance(value, dict):
+        if value.get(MARK) == "tensor":
+            yield path
+        elif MARK in value:
+            yield from tensor_keys(value.get("of"), path)
+        else:
+            for key, one in value.items():
+                yield from tensor_keys(one, _below(path, key))

@@ -1,0 +1,82 @@
+"""The private names of torch that the score needs, all in this file. They hold for torch 2.13 to 2.15.
+
+There is no public way to run code on tensors without data, to leave a mode from inside, or to look into the
+tensors that transforms of ``torch.func`` wrap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""The errors of operations that need the numbers of a fake tensor."""
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
+"""The logger that warns of each operation that fails without data."""
+PROPERTIES = torch._C.TensorBase
+"""The class that has the properties of tensors."""
+Operation, Operations = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+"""An operation of the dispatcher, and all of a name."""
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode is active, so that tensors have numbers."""
+    return _disable_current_modes()
+
+
+def without_functions() -> AbstractContextManager[Any]:
+    """A context in which function modes and subclasses see no function."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextlib.contextmanager
+def left(mode: TorchFunctionMode) -> Iterator[None]:
+    """Leave a function mode for a while, if it is the innermost one."""
+    top = torch._C._len_torch_function_stack()
+    if not top or torch._C._get_function_stack_at(top - 1) is not mode:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, such as vmap, is active."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped a tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor in those that transforms of torch.func put around it."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_of_dynamo(error: Exception) -> bool:
+    """Whether ``torch.compile`` raised an error."""
+    return type(error).__module__.startswith("torch._dynamo")
+
+
+def forget_operations(most: int) -> None:
+    """Drop what fake tensors remember of operations, if it is more; nothing else ever drops it (2.13)."""
+    if FakeTensorMode.cache_info().size > most:
+        FakeTensorMode.cache_clear()

@@ -1,0 +1,637 @@
+"""The engine of a pipeline: carries out its calls, each from its arguments to its result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock._engine.faults import without_library_frames
+from penstock._engine.microbatches import (
+    MISSING,
+    Batch,
+    Rules,
+    image_tokens,
+    output_rule,
+    rules_with_images,
+    split_batch,
+)
+from penstock._engine.rng import Randomness, generator_states, generators_kept
+from penstock._engine.runtime import (
+    MAIN,
+    ActionEvent,
+    Call,
+    Hooks,
+    LossScaler,
+    LossWeight,
+    Runner,
+    StepCost,
+    StepLoss,
+    StepResult,
+    StepState,
+    TotalWeight,
+    advice,
+    differ,
+)
+from penstock.errors import PenstockError, StageError, UsageError
+from penstock.pipeline.default_loss import LossInside
+from penstock.pipeline.holding import HeldModel
+from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
+from penstock.pipeline.outputs import Outputs, product
+from penstock.pipeline.plan import ProvenSchedules
+from penstock.pipeline.setup import warn_of_batch_norms
+from penstock.pipeline.slowness import Slowness
+from penstock.pipeline.watching import peak_flops, peak_memory
+from penstock.schedule import Action
+from penstock.schedule.base import whole_number
+
+logger = logging.getLogger("penstock")
+
+
+class CallArguments(NamedTuple):
+    """What a user calls a pipeline with.
+
+    Attributes:
+        args: the model's arguments by position.
+        kwargs: the model's arguments by name.
+        target: the target of the loss.
+        microbatches: their number, if it is not that of the pipeline.
+        same_batch: whether every rank must be given the same batch; None: what several ranks are given is
+            compared now and then.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any = MISSING
+    microbatches: int | None = None
+    same_batch: bool | None = None
+
+
+NO_ARGUMENTS = CallArguments((), {})
+
+
+class StepOptions(NamedTuple):
+    """What a user says of a step beside its batch; see :meth:`Pipeline.step <penstock.Pipeline.step>`."""
+
+    loss_weight: LossWeight | None = None
+    total_weight: TotalWeight | None = None
+    accumulate: int | None = None
+    scaler: LossScaler | None = None
+    outputs: bool = False
+    record: bool = False
+
+
+class Engine:
+    """Carries out the calls of a pipeline, each from its arguments to its result; ``pipe.engine``.
+
+    :class:`~penstock.Pipeline` is what users see of it. The packages above, with loops of other libraries or
+    of the user's own, call it for what no user of a Pipeline does. All ranks make each call together; an
+    error in one rank's arguments is raised on all of them, and none begins.
+
+    Args:
+        runner: carries calls out for the ranks of this process.
+        schedules: the schedules that there are.
+        held: the model, or the stages, in this process.
+        loss: the loss of the pipeline, if it has one.
+        rules: how batches are split.
+        seed: what random numbers are drawn from, see :class:`Randomness`.
+        slowness: learns of recorded steps.
+        step_names: the names of the arguments of a step, for hints.
+
+    Attributes:
+        hooks: the user's functions around actions.
+        randomness: the seed of random numbers, and the number of the next step.
+        apart: whether results have :class:`Outputs` rather than what these are put together.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        schedules: ProvenSchedules,
+        held: HeldModel,
+        loss: StepLoss | None,
+        rules: Rules | None,
+        seed: Any,
+        slowness: Slowness,
+        step_names: Iterable[str],
+    ) -> None:
+        self._runner, self._job, self._schedules, self._held = runner, runner.job, schedules, held
+        self._loss, self._rules, self._slowness = loss, rules, slowness
+        self._step_names = tuple(step_names)
+        self.hooks = Hooks(ActionEvent)
+        self.randomness = Randomness(seed)
+        self._last_seed: tuple[int, int] | None = None
+        self.apart = False
+        self._image_tokens = {} if held.model is None else image_tokens(held.model)
+
+    # ---- what users of a Pipeline call
+
+    def arguments(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any] | None = None,
+        *,
+        target: Any = MISSING,
+        microbatches: int | None = None,
+        same_batch: bool | None = None,
+    ) -> CallArguments:
+        """The arguments of a call.
+
+        The keyword arguments of the model are those in both dicts. The target, if it is not given, is the
+        argument of the model that the loss names.
+
+        Raises:
+            UsageError: a name is in both dicts.
+        """
+        more = {} if model_kwargs is None else model_kwargs
+        if not isinstance(more, Mapping):
+            raise UsageError(
+                f"model_kwargs is a {type(more).__name__}; it must be a dict of the model's arguments by name"
+            )
+        if both := sorted(kwargs.keys() & more.keys()):
+            raise UsageError(
+                f"{', '.join(both)} given by name and in model_kwargs=; give each once"
+            )
+        named = {**kwargs, **more}
+        name = None if self._loss is None else self._loss.target
+        if name is not None and target is MISSING:
+            target = named.get(name, MISSING)
+        return CallArguments(args, named, target, microbatches, same_batch)
+
+    def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
+        """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
+        started, number = perf_counter(), self.randomness.step
+        seed, weights = self._drawn_from(number), self._held
+        loss_weight, total_weight, accumulate, scaler, outputs, record = options
+
+        def complete(call: Call) -> Call:
+            factor = 1.0 if scaler is None else self._attach(scaler)
+            loss = self.training_loss.in_step(loss_weight, accumulate, total_weight, factor)
+            if loss_weight is not None:
+                weights.check_spread(weighted=True)
+            self._schedules.check_trains(call.batch.count)
+            return replace(call, loss=loss)
+
+        # A loss scaler lets gradients become infinite on purpose, and checks them itself.
+        call = Call(
+            Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
+            finite=scaler is None, settings=lambda: weights.weights.shared_settings(),
+        )  # fmt: skip
+        step = flowed_back(self._run(self._described(call, arguments, complete), arguments))
+        weights.stage_weights.leave_gradients()
+        self._check_losses_inside(step, arguments)
+        if not number and self._job.is_first_pipeline:
+            warn_of_batch_norms(weights.stages, step.agreement.model_call.count)
+        self._last_seed = seed
+        self.randomness.advance()
+        result = self._result(step, started)
+        if scaler is None:
+            return result
+        numbers = result.read
+        return replace(result, read=lambda: numbers()._replace(finite=True))
+
+    def evaluate(self, arguments: CallArguments, *, outputs: bool) -> StepResult:
+        """Compute the loss of a batch in evaluation mode.
+
+        Raises:
+            UsageError: there is no loss.
+        """
+        if self._loss is None:
+            raise UsageError(
+                "evaluate needs a loss; make the Pipeline with loss_fn=, or use predict"
+            )
+        return self._in_evaluation(arguments, self._loss, outputs=outputs)
+
+    def predict(self, arguments: CallArguments) -> Any:
+        """Compute the output for a batch in evaluation mode, on every rank."""
+        return self._in_evaluation(arguments, None, outputs=True).outputs
+
+    def cut(self, arguments: CallArguments) -> None:
+        """Cut the model by a batch, if that is still to be done."""
+        uncut = self._held.uncut
+        if uncut is not None:
+            call = Call(Batch(), trains=torch.is_grad_enabled())
+            self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
+
+    def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
+        """Run a batch once more, as the last step ran it, to find the first non-finite value."""
+
+        def complete(call: Call) -> Call:
+            return replace(call, loss=self.training_loss.in_step())
+
+        call = Call(Batch(), seed=self._last_seed, finite=True)
+        call = self._described(call, arguments, complete)
+
+        # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
+        def run(hooks: Hooks) -> StepState:
+            return self._run(replace(call, hooks=hooks), arguments)
+
+        return find_nonfinite(self._held.stages, self._schedules.training, self._job, run)
+
+    # ---- what the loops of other libraries need
+
+    @contextmanager
+    def outputs_apart(self) -> Iterator[None]:
+        """A context in which calls give :class:`~penstock.pipeline.outputs.Outputs`."""
+        before, self.apart = self.apart, True
+        try:
+            yield
+        finally:
+            self.apart = before
+
+    def forward(self, arguments: CallArguments) -> Any:
+        """Compute the output for a batch as a training step does, on every rank.
+
+        Modules run in their own modes, and draw the random numbers of the next step. :meth:`backward`
+        computes the gradients.
+        """
+        started, seed = perf_counter(), self._drawn_from(self.randomness.step)
+        call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=self.hooks or None)
+        step = self._run(self._described(call, arguments), arguments)
+        return self._result(step, started).outputs
+
+    def backward(
+        self,
+        gradients: Sequence[Sequence[torch.Tensor | None]],
+        arguments: CallArguments,
+        number: int | None = None,
+    ) -> None:
+        """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
+
+        Args:
+            gradients: for each microbatch, a list of the gradients of the tensors in its output, in order,
+                the same on every rank; None where there is none.
+            arguments: those of :meth:`forward`.
+            number: the number of the step whose random numbers the forward drew.
+        """
+        started, replicas = perf_counter(), self._job.replicas
+        share = 1.0 / replicas.number if replicas.averaged else 1.0
+        loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
+
+        def complete(call: Call) -> Call:
+            self._schedules.check_trains(call.batch.count)
+            return replace(call, batch=replace(call.batch, targets=gradients))
+
+        call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
+        # Each rank may have computed the gradients by itself.
+        arguments = arguments._replace(same_batch=False)
+        with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
+            call = self._described(call, arguments, complete)
+        self._result(flowed_back(self._run(call, arguments)), started)
+
+    def perform(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
+        """Carry out a call described by hand.
+
+        Args:
+            describe: returns the call. If it raises, all ranks raise that error, and none begins.
+            trains: whether the call trains.
+        """
+        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
+        return flowed_back(self._run(call))
+
+    @contextmanager
+    def driven(
+        self, describe: Callable[[], Call], *, trains: bool
+    ) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context like :meth:`perform`, in which the caller runs the actions, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
+        weights = self._held.stage_weights
+        if call.trains:
+            weights.prepare()
+        with self._runner.driven(call) as state_and_perform:
+            yield state_and_perform
+        if call.trains:
+            weights.finish()
+        flowed_back(state_and_perform[0])
+
+    # ---- a call
+
+    @property
+    def training_loss(self) -> StepLoss:
+        """The loss of a training step.
+
+        Raises:
+            UsageError: there is none, or the pipeline cannot train.
+        """
+        if self._loss is None:
+            raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
+        if not self._schedules.training.trains:
+            raise UsageError(
+                f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
+                "use evaluate, or choose a schedule with a backward"
+            )
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
+                "or use evaluate"
+            )
+        return self._loss
+
+    def _drawn_from(self, number: int) -> tuple[int, int] | None:
+        """What a step draws its random numbers from; None for torch's generators."""
+        seed = self.randomness.seed
+        return None if seed == "off" else (seed, number)
+
+    def _attach(self, scaler: LossScaler) -> float:
+        """The factor of a loss scaler, which from now on decides together with the other ranks."""
+        if not isinstance(scaler, LossScaler):
+            raise UsageError(
+                f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, a torch.amp.GradScaler that "
+                "decides for all ranks together whether to skip a step"
+            )
+        return scaler.attach(self._job.sum)
+
+    def _in_evaluation(
+        self, arguments: CallArguments, loss: StepLoss | None, *, outputs: bool
+    ) -> StepResult:
+        started = perf_counter()
+        call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
+        call = self._described(call, arguments)
+        with self._held.evaluating():
+            step = self._run(call, arguments)
+        return self._result(step, started)
+
+    def _described(
+        self,
+        call: Call,
+        arguments: CallArguments | None,
+        complete: Callable[[Call], Call] | None = None,
+        *,
+        runs: bool = True,
+    ) -> Call:
+        """A call with its batch; or, if the arguments are wrong, with the error for all ranks.
+
+        Args:
+            call: what is to be done.
+            arguments: what the user called the pipeline with, if they make the batch.
+            complete: adds what depends on the batch or on other arguments, and raises if they are wrong.
+            runs: whether stages will run, so that their weights must have memory.
+        """
+        self._job.check_usable()
+        try:
+            if self._held.partition is not None:
+                self._held.partition.check_unchanged()
+            if runs:
+                self._held.weights.check_filled()
+            whole = call if arguments is None else self._with_batch(call, arguments)
+            return whole if complete is None else complete(whole)
+        except PenstockError as error:
+            refusal = error
+        except Exception as error:
+            # The user's own functions may split and weigh batches.
+            refusal = before_first(error)
+        return replace(call, refusal=refusal)
+
+    def _with_batch(self, call: Call, arguments: CallArguments) -> Call:
+        """A call with the arguments, split into microbatches."""
+        args, kwargs, target, microbatches, same_batch = arguments
+        if call.outputs:
+            output_rule(self._rules)
+        count = whole_number("microbatches", microbatches)
+        count = self._schedules.microbatches if count is None else count
+        rules = self._rules
+        if kwargs:
+            rules = rules_with_images(rules, kwargs, self._image_tokens)
+        batch = split_batch(args, kwargs, target, rules, count, fewer=True)
+        return replace(call, batch=batch, same_batch=same_batch)
+
+    def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
+        """Carry out a call that was described by all ranks.
+
+        Gradients of the batch wait in the state; see :func:`flowed_back`.
+
+        Args:
+            call: the call.
+            arguments: what the user called the pipeline with, for hints.
+        """
+        held = self._held
+        try:
+            if held.uncut is not None:
+                self._runner.cut_by(held.uncut, call)
+            if call.trains:
+                held.stage_weights.prepare()
+            step = self._runner.run(call)
+        except StageError as error:
+            raise self._explained(error, call, arguments) from error.__cause__
+        if call.trains:
+            held.stage_weights.finish()
+        return step
+
+    def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
+        """The error, with a hint if the model refused an argument meant for the step."""
+        for name in arguments.kwargs:
+            near = get_close_matches(name, self._step_names, n=1)
+            if near and f"unexpected keyword argument {name!r}" in str(error):
+                hint = "step alone takes it" if near[0] == name else f"did you mean {near[0]}=?"
+                error.args = (f"{error}; {hint}",)
+        if call.loss and arguments.target is MISSING and " positional argument" in str(error):
+            error.args = (f"{error}; the target is given by name, as target=",)
+        return error
+
+    # ---- after a call
+
+    def _result(self, step: StepState, started: float) -> StepResult:
+        """What the user gets of a call that was begun at a time of ``perf_counter``."""
+        seconds = perf_counter() - started
+        outputs: Any = None
+        if step.call.outputs:
+            model_call, rule, ways = step.agreement.model_call, None, None
+            if not model_call.presplit:
+                rule = output_rule(self._rules, packed=model_call.dim is not None)
+                ways = model_call.ways
+            outputs = Outputs(step.shared, rule, ways)
+            if not self.apart:
+                function = None if step.call.loss is None else step.call.loss.function
+                if isinstance(function, LossInside):
+                    rule = function.with_loss(rule, step.weights.counts)
+                outputs = outputs.joined(step.shared, rule)
+        device = self._held.device
+        autocast = None
+        if torch.is_autocast_enabled(device.type):
+            autocast = torch.get_autocast_dtype(device.type)
+        devices = 1 if self._job.transport is None else self._schedules.ranks
+        memory, peak = partial(peak_memory, device), partial(self._peak, autocast)
+        cost = StepCost(seconds, devices, memory, step.flops, peak)
+        result = replace(step.result, outputs=outputs, cost=cost)
+        if not step.call.record:
+            return result
+        timeline, kind, slow = self._slowness.note(step)
+        return replace(
+            result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble, slow=slow
+        )
+
+    def _peak(self, autocast: torch.dtype | None) -> float | None:
+        """The device's peak operations per second, in the type of autocast or of the weights."""
+        types = (p.dtype for stage in self._held.stages for p in stage.module.parameters())
+        return peak_flops(self._held.device, autocast or next(types, torch.get_default_dtype()))
+
+    # ---- losses that the model's forward computes, or adds
+
+    def _check_losses_inside(self, step: StepState, arguments: CallArguments) -> None:
+        """After the first step: check losses that the model's forward computes or adds.
+
+        Raises:
+            UsageError: the main one is not what it says, or an added one with a weight of its own.
+        """
+        loss, model_call = step.call.loss, step.agreement.model_call
+        if loss is None or self._job.steps > 1:
+            return
+        if not self._job.rank:
+            loss.warn_of_unknown(step.result.losses)
+        weighs = any(isinstance(weight, Sequence) for weight in loss.weights.values())
+        if not loss.check or weighs or model_call.presplit or model_call.count == 1:
+            return
+        names = {name for name in step.result.losses if not loss.is_by_custom(name)} - {MAIN}
+        if any(self._told(self._runner.interpreter.has_loss_inside)):
+            names.add(MAIN)
+        apart = self.check_in_halves(loss, arguments, names) if names else {}
+        for name, values in sorted(apart.items()):
+            text = remedy_of_added(loss, name, *values)
+            if name in loss.weights:
+                raise UsageError(text)
+            if not self._job.rank:
+                logger.warning("penstock: %s", text)
+
+    def check_in_halves(
+        self,
+        loss: StepLoss | None,
+        arguments: CallArguments,
+        names: Collection[str] | None = None,
+    ) -> dict[str, tuple[float, float]]:
+        """Check that the first microbatch has the losses of its halves; all ranks call this.
+
+        Without a loss, it is that of the pipeline.
+
+        Dropouts and batch norms are in evaluation mode, and buffers keep their numbers. A loss that draws
+        random numbers is let be, and so is one that is another one when it is computed again.
+
+        Returns:
+            Both values of each loss that the model adds and that is not the same, by name; of all of them,
+            or of those that are named.
+
+        Raises:
+            UsageError: the main loss is not the same.
+        """
+        loss = self._loss if loss is None else loss
+        batch = self._with_batch(Call(Batch()), arguments).batch
+        first, device = arguments._replace(same_batch=False), self._held.device
+        if batch.parts:
+            part = batch.parts[0]
+            first = first._replace(args=part.args, kwargs={**part.kwargs, **part.local})
+        if batch.targets:
+            first = first._replace(target=batch.targets[0])
+
+        def evaluate(microbatches: int) -> tuple[Mapping[str, float], int]:
+            brought = first._replace(microbatches=microbatches)
+            call = self._described(Call(Batch(), loss, trains=False), brought)
+            step = self._run(call, brought)
+            return step.result.losses, step.agreement.model_call.count
+
+        modules = [module for stage in self._held.stages for module in stage.called_modules()]
+        settled = [m for m in modules if m.training and _is_restless(m)]
+        buffers = [b for m in modules for b in m.buffers(recurse=False) if not b.is_meta]
+        kept = [buffer.clone() for buffer in buffers]
+        coarse = torch.is_autocast_enabled(device.type) or any(
+            p.dtype in (torch.float16, torch.bfloat16) for m in modules for p in m.parameters()
+        )
+        before = generator_states([device])
+        try:
+            for module in settled:
+                module.training = False
+            with generators_kept([device]):
+                (halves, count), (whole, _) = evaluate(2), evaluate(1)
+                drew = not all(map(torch.equal, before, generator_states([device])))
+                drawn, coarses = zip(*self._told([drew, coarse]), strict=True)
+                kind = torch.bfloat16 if any(coarses) else torch.float32
+
+                def unlike(other: Mapping[str, float], known: Iterable[str]) -> list[str]:
+                    sizes = {name: max(abs(other[name]), abs(halves[name])) for name in known}
+                    return [n for n, of in sizes.items() if differ(other[n], halves[n], of, kind)]
+
+                known = halves.keys() & whole.keys()
+                apart = unlike(whole, known if names is None else known & {*names})
+                if not apart or count < 2 or any(drawn):
+                    return {}
+                changing = unlike(evaluate(2)[0], apart)
+        except StageError as error:
+            error.add_note(
+                "this was the check of the loss; penstock.Loss(..., check=False) leaves it out"
+            )
+            raise
+        finally:
+            for module in settled:
+                module.training = True
+            with torch.no_grad():
+                for buffer, numbers in zip(buffers, kept, strict=True):
+                    buffer.copy_(numbers)
+        both = {name: (whole[name], halves[name]) for name in apart if name not in changing}
+        if MAIN in both:
+            a, b = both[MAIN]
+            looks = None if differ(a, 2 * b, abs(a), kind) else "sum"
+            raise UsageError(
+                f"the loss of the first microbatch is {a:.6g}, but {b:.6g} as the mean of its halves, "
+                + advice(
+                    looks, 'compute it in loss_fn, from outputs of the model, with over="batch"'
+                )
+            )
+        return both
+
+    def _told(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks."""
+        values: list[Any] = self._job.meet(lambda: value, among=self._job.pipeline)
+        return values
+
+
+def _is_restless(module: nn.Module) -> bool:
+    """Return whether a module is a dropout or a batch norm."""
+    files = {base.__module__ for base in type(module).__mro__}
+    return not files.isdisjoint({"torch.nn.modules.dropout", "torch.nn.modules.batchnorm"})
+
+
+def remedy_of_added(loss: StepLoss, name: str, whole: float, halves: float) -> str:
+    """What to say of an added loss of the first microbatch that is not that of its halves."""
+    differs = (
+        f"the added loss {name!r} of the first microbatch is {whole:.6g}, but {halves:.6g} as the mean of "
+        "its halves"
+    )
+    if name in loss.weights:
+        return (
+            f"{differs}, so the weight of {name!r} does not count what it is a mean over; give a function of "
+            "the target that does"
+        )
+    main = "" if loss.weights[MAIN] is None else f"{MAIN!r}: ..., "
+    return (
+        f"{differs}, as it counts by the weights of the loss. If it is a mean over something else, such as "
+        f"other tokens, say weight={{{main}{name!r}: a function of the target that counts them}}; if it "
+        "is one of each microbatch by itself, such as a balance of experts, say "
+        f'weight={{{main}{name!r}: "microbatch"}}, in penstock.Loss or as loss_weight= of the step'
+    )
+
+
+def flowed_back(step: StepState) -> StepState:
+    """A step whose gradients of the batch have flowed on into the caller's tensors."""
+    if step.batch_gradients:
+        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+        tensors, gradients = zip(*step.batch_gradients, strict=True)
+        torch.autograd.backward(tensors, gradients)
+    return step
+
+
+def before_first(error: Exception) -> StageError:
+    """The error that every rank raises if the user's code fails before the first microbatch."""
+    refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+    refusal.__cause__ = error.with_traceback(without_library_frames(error))
+    return refusal

@@ -1,0 +1,302 @@
+"""Weights that lie on other ranks: what users write with them is right or told, never silently a part."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from penstock import Loss, Pipeline
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, mean_loss
+
+LIMIT = 0.01
+
+
+def rooms() -> nn.Sequential:
+    """Four layers, tied at the ends, with a buffer in the second half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+    model[3].weight = model[0].weight
+    model[2].register_buffer("table", torch.arange(4.0))
+    return model
+
+
+def piped(model: nn.Module, group: Any, loss_fn: Any = mean_loss) -> Pipeline:
+    return Pipeline(model, ranks=2, microbatches=2, loss_fn=loss_fn, mesh=group)
+
+
+# ---- what runs as in one process: each task runs in this process too
+
+
+def trained(group: Any = None, clips: str = "pipe") -> list[Any]:
+    """Three steps with an optimizer made before the cut; norms and losses, and what is here after them."""
+    model = rooms()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before, output = list(model.parameters()), model(X).sum()
+    pipe = piped(model, group)
+    weak = [weakref.ref(p) for p in before]
+    assert [id(p) for p in before] == [id(p) for p in pipe.parameters()]
+    lists: dict[str, Callable[[], Any]] = {
+        "pipe": pipe.parameters,
+        "model": model.parameters,
+        "before": lambda: before,
+    }
+    numbers = []
+    with pipe:
+        pipe.predict(X)
+        output.backward()  # of the weights that were; only those that are here learn from it
+        pipe.zero_grad()
+        for _ in range(3):
+            loss = pipe.step(X, target=Y).loss
+            numbers += [loss, float(nn.utils.clip_grad_norm_(lists[clips](), LIMIT))]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [id(p) for p in pipe.parameters()] == [id(p) for p in before]
+        assert all(ref() is p for ref, p in zip(weak, before, strict=True))
+        held = {name: value.tolist() for name, value in pipe.weights.here.named_parameters()}
+        state = pipe.weights.optimizer_state_dict(optimizer, full=True)
+    return [numbers, held, sorted(state.get("state", ()))]
+
+
+@pytest.mark.parametrize("clips", ["pipe", "model", "before"])
+def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips: str) -> None:
+    model = rooms()
+    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = mean_loss(model(X), Y)
+        loss.backward()
+        expected += [
+            float(loss.detach()),
+            float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)),
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks = workers.run(f"{__name__}:trained", 2, clips=clips)
+    assert ranks[0][0][1::2] == ranks[1][0][1::2], "the norm is the same bits on every rank"
+    for numbers, held, _ in ranks:
+        assert numbers == pytest.approx(expected, rel=1e-9)
+        for name, value in held.items():
+            there = model.get_parameter(name).detach()
+            torch.testing.assert_close(torch.tensor(value).double(), there)
+    assert ranks[0][2] == sorted(name for name, _ in model.named_parameters())
+
+
+def clipped_in_half(group: Any) -> tuple[float, float]:
+    """A worker's task: torch's norm of float16 gradients of up to 6,000, and the pipeline's."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).half()
+    for weight in model.parameters():
+        weight.data.fill_(2**-6)
+    large = Loss(lambda output, target: (output.float() * target).sum(), reduction="sum")
+    with piped(model, group, large) as pipe:
+        pipe.step(torch.ones(2, 64).half(), target=torch.full((2, 1), 3e3))
+        return pipe.weights.grad_norm(), float(nn.utils.clip_grad_norm_(pipe.parameters(), 1.0))
+
+
+def test_torchs_norm_of_float16_does_not_overflow(workers: WorkerPool) -> None:
+    for norm, of_torch in workers.run(f"{__name__}:clipped_in_half", 2):
+        assert norm == pytest.approx(of_torch, rel=1e-6)
+        assert 65504 < norm < 1e6
+
+
+class Late(nn.Module):
+    """Two layers; only a call shows where to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(x))
+        return output
+
+
+EARLY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, 0.1, initial_accumulator_value=0.1),
+    "AdamW": lambda weights: torch.optim.AdamW(weights, 0.1),
+}
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = mean_loss(model(X), Y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def early(group: Any, name: str, before: int) -> list[Any]:
+    """An optimizer with a state of every weight when the first step cuts the model; its weights by norm."""
+    model = Late()
+    optimizer = EARLY[name](model.parameters())
+    train_plainly(model, optimizer, before)
+    with piped(model, group) as pipe:
+        losses = []
+        for _ in range(3):
+            losses.append(pipe.step(X, target=Y).loss)
+            norms = pipe.weights.grad_norms()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [losses, norms, sum(len(state) > 0 for state in optimizer.state.values())]
+
+
+@pytest.mark.parametrize(("name", "before"), [("Adagrad", 0), ("AdamW", 2)])
+def test_states_of_all_weights_before_the_cut_are_each_ranks_own_after_it(
+    workers: WorkerPool, name: str, before: int
+) -> None:
+    model = Late()
+    expected = train_plainly(model, EARLY[name](model.parameters()), before + 3)[before:]
+    first, second = workers.run(f"{__name__}:early", 2, name=name, before=before)
+    assert first == second
+    assert first[0] == pytest.approx(expected)
+    assert list(first[1]) == [name for name, _ in model.named_parameters()]
+    assert first[2] == 2, "the weights of the other rank have no states"
+
+
+def averaged(group: Any = None) -> dict[str, Any]:
+    """The averages of the weights that are here, torch's and by hand."""
+    model = rooms()
+    with piped(model, group) as pipe:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        by_hand = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        for _ in range(2):
+            pipe.step(X, target=Y)
+            optimizer.step()
+            pipe.zero_grad()
+            ema.update_parameters(model)
+            for mine, now in zip(by_hand, model.parameters(), strict=True):
+                mine.mul_(0.9).add_(now.detach(), alpha=0.1)
+        here = [name for name, _ in pipe.weights.here.named_parameters()]
+        named = {n: p.tolist() for n, p in ema.module.named_parameters() if n in here}
+        assert sum(not tensor.is_meta for tensor in by_hand) == len(named)
+        return named
+
+
+def test_averages_of_weights_are_those_of_one_process(workers: WorkerPool) -> None:
+    one, two = workers.run(f"{__name__}:averaged", 2)
+    assert (one | two).keys() == averaged().keys()
+    for name, value in averaged().items():
+        torch.testing.assert_close(torch.tensor((one | two)[name]), torch.tensor(value))
+
+
+# ---- what is told
+
+
+def _norms_in_a_dict(model: Any) -> None:
+    torch.tensor([p.grad.data.norm(2) for p in model.parameters()]).norm().item()
+
+
+def _l2(model: Any) -> None:
+    (torch.ones(()) + sum(p.pow(2).sum() for p in model.parameters())).item()
+
+
+NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
+    "norms in a dict": _norms_in_a_dict,
+    "norm of a part": lambda model: nn.utils.clip_grad_norm_([*model.parameters()][:-1], 1.0),
+    "L2": _l2,
+    "to numbers": lambda model: [p.tolist() for p in model.parameters()],
+    "into a file": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "into a safetensors file": lambda model: save(model.state_dict()),
+    "compared": lambda model: [torch.equal(p, torch.zeros_like(p)) for p in model.parameters()],
+    "in one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "the model called": lambda model: model(X),
+    "mixed": lambda model: [X[:4] + p for p in model.parameters()],
+    "a list of both": lambda model: torch._foreach_mul([*model.parameters()], 0.5),
+    "gradients of a loss": lambda model: torch.autograd.grad(X.sum(), [*model.parameters()]),
+}  # fmt: skip
+
+
+def refused(group: Any) -> dict[str, str]:
+    model, answers = rooms(), {}
+    with piped(model, group) as pipe:
+        pipe.step(X, target=Y)
+        for name, line in NEEDS_ALL.items():
+            try:
+                line(model)
+            except Exception as error:
+                answers[name] = f"{type(error).__name__}: {error}"
+            else:
+                answers[name] = "silent"
+        pipe.step(X, target=Y)
+    return answers
+
+
+def test_what_needs_all_weights_is_refused_by_name(workers: WorkerPool) -> None:
+    for rank, answers in enumerate(workers.run(f"{__name__}:refused", 2)):
+        for line, answer in answers.items():
+            assert answer.startswith("UsageError"), (rank, line, answer)
+            assert f"lies on rank {1 - rank}" in answer, (line, answer)
+
+
+def _unscale(model: Any) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), 0.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def _foreach(model: Any) -> None:
+    weights = [p.detach() for p in model.parameters()]
+    torch._foreach_mul_(weights, 0.5)
+
+
+def _copies(model: Any) -> None:
+    """A copy is another tensor, and one that shares a weight shares its copy."""
+    for weight in model.parameters():
+        assert weight.to("cpu") is weight
+        assert weight.to("cpu", copy=True) is not weight
+        first, second = copy.deepcopy([weight, weight])
+        assert first is second is not weight
+
+
+HARMLESS: dict[str, Callable[[Any, Any], Any]] = {
+    "values clipped": lambda model, pipe: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "a whole state dict loaded": lambda model, pipe: model.load_state_dict(rooms().state_dict()),
+    "copied": lambda model, pipe: _copies(model),
+    "gradients emptied": lambda model, pipe: model.zero_grad(set_to_none=False),
+    "frozen": lambda model, pipe: model.requires_grad_(False).requires_grad_(True),
+    "clamped": lambda model, pipe: [p.data.clamp_(-1, 1) for p in model.parameters()],
+    "fused, foreach": lambda model, pipe: [
+        torch.optim.AdamW(model.parameters(), foreach=True).step(),
+        torch.optim.AdamW(model.parameters(), fused=True).step(),
+    ],
+    "unscaled": lambda model, pipe: _unscale(model),
+    "views": lambda model, pipe: [p.detach().view(-1).sub(1).abs().T for p in model.parameters()],
+    "a closure": lambda model, pipe: torch.optim.AdamW(model.parameters()).step(
+        lambda: pipe.step(X, target=Y).loss
+    ),
+    "foreach in place": lambda model, pipe: _foreach(model),
+}  # fmt: skip
+
+
+def harmless(group: Any) -> dict[str, str]:
+    model, answers = rooms(), {}
+    with piped(model, group) as pipe:
+        for name, line in HARMLESS.items():
+            pipe.step(X, target=Y)
+            try:
+                line(model, pipe)
+            except Exception as error:
+                answers[name] = f"{type(error).__name__}: {error}"
+        devices = {str(parameter.device) for parameter in pipe.parameters()}
+        assert devices == {"cpu"}
+        loss = pipe.step(X, target=Y).loss
+        assert loss > 0
+    return answers
+
+
+def test_what_needs_no_numbers_runs(workers: WorkerPool) -> None:
+    assert workers.run(f"{__name__}:harmless", 2) == [{}, {}]
