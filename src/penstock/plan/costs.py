@@ -414,7 +414,7 @@ class UnitCosts:
 
     def seconds(self, kind: str, run: range, again: Collection[int] = ()) -> float:
         """The time of an action of a stage's units; what is spent once for all of them counts once."""
-        once = [getattr(self.units[number], f"{kind}_once") for number in run]
+        once: list[float] = [getattr(self.units[number], f"{kind}_once") for number in run]
         recomputes = again if kind in ("input", "backward") else ()
         more = sum([self.units[number].forward for number in run if number in recomputes])
         whole: float = sum([getattr(self.units[number], kind) for number in run])
