@@ -160,13 +160,13 @@ def test_nothing_is_imported_by_name() -> None:
     assert [str(found) for found in late] == []
 
 
-def test_the_tour_lists_the_rooms_from_the_bottom_up() -> None:
-    tour = (ROOT / "docs" / "inside.md").read_text().split("## The rooms")[1].split("##")[0]
-    cells = [line.split("|")[1] for line in tour.splitlines() if line.startswith("| `")]
-    rooms = [room for cell in cells for room in re.findall(r"`(?:_engine/)?(\w+)(?:/|\.py)`", cell)]
-    assert sorted(rooms) == sorted(TABLE["parts"])
+def test_the_architecture_page_lists_the_parts_from_the_bottom_up() -> None:
+    listed = (ROOT / "docs" / "architecture.md").read_text().split("## Packages")[1].split("##")[0]
+    cells = [line.split("|")[1] for line in listed.splitlines() if line.startswith("| `")]
+    parts = [part for cell in cells for part in re.findall(r"`(?:_engine/)?(\w+)(?:/|\.py)`", cell)]
+    assert sorted(parts) == sorted(TABLE["parts"])
     edges = [(user, used) for user, row in TABLE["parts"].items() for used in row]
-    upwards = [f"{a} imports {b}" for a, b in edges if rooms.index(a) < rooms.index(b)]
+    upwards = [f"{a} imports {b}" for a, b in edges if parts.index(a) < parts.index(b)]
     assert upwards == []
 
 
