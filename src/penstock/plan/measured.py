@@ -21,7 +21,7 @@ from penstock.schedule.comparing import SLOWER
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """How long the actions and messages of a recorded step took.
+    """The times of the actions and messages of a recorded step.
 
     Args:
         seconds: the median times of each stage, by ``forward``, ``input``, ``weight`` and ``backward``.
@@ -168,7 +168,7 @@ class Replanned:
 
     @property
     def gain(self) -> float:
-        """How many times as long a step of the old plan takes."""
+        """The time of a step of the old plan, divided by that of the new one."""
         return self.old.seconds / self.plans[0].seconds
 
     def __str__(self) -> str:

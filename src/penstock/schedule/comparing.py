@@ -57,7 +57,7 @@ class Slow:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Its name in a message."""
         if self.kind == "link":
             return f"the link between ranks {self.ranks[0]} and {self.ranks[1]}"
         stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
@@ -72,7 +72,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """What messages took in a step.
+    """The times of messages in a step.
 
     Args:
         handling: how long a rank is busy with a message that it sends or receives.
@@ -161,7 +161,7 @@ def _durations_in(*timelines: Timeline) -> dict[tuple[Op, int], list[float]]:
 
 
 def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
-    """What actions and messages took in a step: the costs of another one, if nothing changes.
+    """The times of actions and messages in a step, as costs of the next one.
 
     Args:
         schedule: the schedule of the step, with its messages.
