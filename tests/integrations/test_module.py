@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineModule
-from penstock._engine.elsewhere import is_elsewhere
+from penstock._engine.placeholders import is_placeholder
 from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.testing import WorkerError, WorkerPool
 from tests.pipeline.models import (
@@ -352,7 +352,7 @@ def keep_weights(group: Any) -> Any:
         for parameter in model.parameters():
             parameter.zero_()
     model.load_state_dict(kept)
-    found = {name: t.tolist() for name, t in model.state_dict().items() if not is_elsewhere(t)}
+    found = {name: t.tolist() for name, t in model.state_dict().items() if not is_placeholder(t)}
     texts = []
     for save in (lambda: torch.save(state, io.BytesIO()), lambda: save_file(state)):
         try:
@@ -453,7 +453,7 @@ def gap_behind(group: Any, loop: Any, cut: bool, kind: Any) -> float:
     sides = [(front, kind(make(Skips(), mesh=group, loss_fn=loss_fn))), (chain(2), Skips())]
     trained = []
     for models in sides:
-        weights = [[w for _, w in m.named_parameters() if not is_elsewhere(w)] for m in models]
+        weights = [[w for _, w in m.named_parameters() if not is_placeholder(w)] for m in models]
 
         def update(*of: nn.Module, models: Any = models, weights: Any = weights) -> None:
             for model, here in zip(models, weights, strict=True):
@@ -469,7 +469,7 @@ def gap_behind(group: Any, loop: Any, cut: bool, kind: Any) -> float:
         float((weight - plain[name]).abs().max())
         for here, plain in zip(*trained, strict=True)
         for name, weight in here.items()
-        if not is_elsewhere(weight)
+        if not is_placeholder(weight)
     )
 
 
@@ -634,7 +634,7 @@ def overflow(group: Any) -> Any:
     model = PipelineModule(pipe)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    held = [p for p in model.parameters() if not is_elsewhere(p)]
+    held = [p for p in model.parameters() if not is_placeholder(p)]
     before = [p.clone() for p in held]
     rows = []
     for _ in range(3):

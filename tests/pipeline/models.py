@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Pipeline
-from penstock._engine.elsewhere import is_elsewhere
+from penstock._engine.placeholders import is_placeholder
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)
@@ -86,7 +86,7 @@ def make(model: nn.Module | None = None, **options: Any) -> Pipeline:
 def gradients(of: nn.Module | Pipeline) -> dict[str, Tensor]:
     """The gradients that are in this process, by name."""
     named = of.named_parameters()
-    return {name: p.grad for name, p in named if p.grad is not None and not is_elsewhere(p)}
+    return {name: p.grad for name, p in named if p.grad is not None and not is_placeholder(p)}
 
 
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

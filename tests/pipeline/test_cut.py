@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock import Checkpoints, Pipeline
-from penstock._engine.elsewhere import is_elsewhere
+from penstock._engine.placeholders import is_placeholder
 from penstock._engine.weights import init_weights, parameters_on_meta
 from penstock.errors import PartitionError, StageError, UsageError
 from penstock.testing import Case, WorkerPool, compare, judge, plain_loop
@@ -65,7 +65,7 @@ def trained(owner: Any, step: Callable[[], Any], optimizer: Any, count: int = 2)
         step()
         optimizer.step()
     named = owner.named_parameters()
-    return {name: p.detach().clone() for name, p in named if not is_elsewhere(p)}
+    return {name: p.detach().clone() for name, p in named if not is_placeholder(p)}
 
 
 def plain() -> dict[str, Any]:
@@ -245,14 +245,14 @@ def run(group: Any) -> Any:
     pipe = make(model(), ranks=None, schedule="ZB-V", mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     everywhere = len(list(pipe.parameters()))
-    held = sum(not is_elsewhere(p) for p in pipe.parameters())
+    held = sum(not is_placeholder(p) for p in pipe.parameters())
     call: Any = () if group.rank() else (X,)
     target: Any = {} if group.rank() else {"target": Y}
     pipe.evaluate(*call, **target)
     weights = trained(pipe, lambda: pipe.step(*call, **target), optimizer)
     assert_same(weights, {name: plain()[name] for name in weights})
     assert len(list(pipe.parameters())) == everywhere
-    assert all(not is_elsewhere(p) for p in optimizer.state)
+    assert all(not is_placeholder(p) for p in optimizer.state)
     pipe.close()
     return [held, len(weights), everywhere]
 

@@ -346,24 +346,25 @@ class Writing:
         group = job.together
         self._rank, self._size = group.rank, group.size
         self._writer = writer
-        self._file: Future[list[Any]] = Future()
+        self._note: Future[list[Any]] = Future()
+        self._notes: Future[list[Any]] = (
+            Future()
+        )  # as messages; cancelled if the saving is abandoned
         self._end: Future[None] = Future()
-        self._notes: list[Any] | None = None
-        self._handed = threading.Event()
         # A daemon, since finish_all() waits for it in its own way when the process ends.
         threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True).start()
         _UNFINISHED.add(self)
 
     def _run(self) -> None:
         try:
-            self._file.set_result(self._write())
-            if not self._rank and (notes := self._all_notes()) is not None:
-                self._publish([note for note in notes if note])
+            self._note.set_result(self._write())
+            if not self._rank:
+                self._publish([note for note in self._all_notes() if note])
             self._end.set_result(None)
         except Exception as error:
             reason = self._writer.reason(error)
-            if not self._file.done():
-                self._file.set_exception(reason)
+            if not self._note.done():
+                self._note.set_exception(reason)
             self._end.set_exception(reason)
 
     def _write(self) -> list[Any]:
@@ -372,7 +373,7 @@ class Writing:
             name = file_of(self._rank)
             path = checkpoint.folder / name
             note = [name, *write_file(path, checkpoint.tensors, checkpoint.save)]
-        if self._handed.is_set():  # abandoned: the tensors may have changed meanwhile
+        if self._notes.cancelled():  # the tensors may have changed meanwhile
             raise CheckpointError("the saving was interrupted")
         write_bytes(self._note_of(self._rank), json.dumps(note).encode())
         return note
@@ -380,18 +381,17 @@ class Writing:
     def _note_of(self, process: int) -> Path:
         return self.checkpoint.folder / f".done-{process}"
 
-    def _all_notes(self) -> list[Any] | None:
-        """Wait for the notes of all processes; None if the saving was abandoned."""
+    def _all_notes(self) -> list[Any]:
+        """Wait for the notes of all processes, as files or as messages."""
         notes = list[Any]()
-        while not self._handed.is_set():
-            try:
+        while True:
+            # A note is missing or incomplete so far.
+            with suppress(OSError, ValueError):
                 while len(notes) < self._size:
                     notes.append(json.loads(self._note_of(len(notes)).read_bytes()))
                 return notes
-            except (OSError, ValueError):  # the note is missing or incomplete so far
-                self._handed.wait(_POLL)
-        # Abandoned, unless all have told theirs.
-        return self._notes
+            with suppress(TimeoutError):
+                return self._notes.result(_POLL)
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
         checkpoint = self.checkpoint
@@ -416,15 +416,13 @@ class Writing:
         _UNFINISHED.discard(self)
 
         def publish(notes: list[Any]) -> None:
-            self._notes = notes
-            self._handed.set()
+            self._notes.set_result(notes)
             self._end.result()
 
         try:
-            self.job.meet(self._file.result, publish, "save")
-            self._handed.set()
+            self.job.meet(self._note.result, publish, "save")
         except BaseException:
-            self._handed.set()
+            self._notes.cancel()
             if not self._rank:
                 # If the thread hangs, the next run removes its folder.
                 with suppress(Exception):

@@ -126,7 +126,7 @@ class _OnPipeline(nn.Module):
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss, **options)
             vars(self)["_inner"] = _Steps(self.pipe)
         self._log.place(self.pipe)
-        # The cut has put stand-ins into the place of weights that other ranks hold.
+        # The cut has put placeholders into the place of weights that other ranks hold.
         now = dict(module.named_parameters(remove_duplicate=False))
         for optimizer, of_groups in zip(optimizers, names, strict=True):
             for group, paths in zip(optimizer.param_groups, of_groups, strict=True):
@@ -225,7 +225,7 @@ class _OnPipeline(nn.Module):
                 f"{type(self.module).__name__}; make it of the module's parameters, and give Fabric both at "
                 "once: fabric.setup(module, optimizer)"
             )
-        # A shared weight that no stage here holds may be several stand-ins.
+        # A shared weight that no stage here holds may be several placeholders.
         return [list(dict.fromkeys(names[id(one)] for one in group)) for group in groups]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -27,14 +27,9 @@ from penstock.pipeline import (
     Outputs,
     Pipeline,
     author_of,
-    check_in_halves,
-    cut_before,
     is_named,
-    joined,
     label_names,
-    outputs_apart,
     own_loss,
-    run_forward,
 )
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "record"}
@@ -136,21 +131,23 @@ class PipelineModule(nn.Module):
         """
         options: dict[str, Any] = {"same_batch": True, "outputs": outputs}
         if not trains:
-            with outputs_apart(self.pipe):
+            with self.pipe.engine.outputs_apart():
                 result = self.pipe.evaluate(*args, model_kwargs=model_kwargs, **options, **kwargs)
             output = self._joined(result.outputs) if outputs else None
             return result, self._loss_of(result, total_weight), output
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_step = {name: kwargs.pop(name) for name in _OF_STEP & kwargs.keys()}
-        batch = CallArguments(args, joined(kwargs, model_kwargs), of_step.pop("target", MISSING))
-        cut_before(self.pipe, batch)
+        engine = self.pipe.engine
+        target = of_step.pop("target", MISSING)
+        batch = engine.arguments(args, kwargs, model_kwargs, target=target)
+        engine.cut(batch)
         run = self._pass(batch, again=outputs)
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
             of_step["scaler"] = LossScaler(scale, device=self.pipe.device.type)
-        with run.collecting(), outputs_apart(self.pipe):
+        with run.collecting(), engine.outputs_apart():
             result = self.pipe.step(
                 *run.batch.args,
                 target=run.batch.target,
@@ -174,16 +171,15 @@ class PipelineModule(nn.Module):
 
         The pipeline keeps nothing for the backward: it runs the forward again when gradients arrive.
         """
-        kwargs = joined(kwargs, model_kwargs)
+        engine = self.pipe.engine
+        batch = engine.arguments(args, kwargs, model_kwargs, same_batch=True)
         if not self.training and not torch.is_grad_enabled():
-            with outputs_apart(self.pipe):
-                outputs = self.pipe.predict(*args, same_batch=True, model_kwargs=kwargs)
-                return self._joined(outputs)
-        batch = CallArguments(args, kwargs)
-        cut_before(self.pipe, batch)
+            with engine.outputs_apart():
+                return self._joined(engine.predict(batch))
+        engine.cut(batch)
         run = self._pass(batch, again=torch.is_grad_enabled())
-        with torch.no_grad(), outputs_apart(self.pipe):
-            outputs = run_forward(self.pipe, *run.batch.args, same_batch=True, **run.batch.kwargs)
+        with torch.no_grad(), engine.outputs_apart():
+            outputs = engine.forward(run.batch)
         if self.training:
             self.pipe.randomness.advance()
         return self._joined(outputs, run.applied(None, outputs.parts)[1])
@@ -211,14 +207,14 @@ class PipelineModule(nn.Module):
     ) -> dict[str, tuple[float, float]]:
         """In the first call of ``what``: check that the first microbatch has the losses of its halves.
 
-        For arguments and result see ``penstock.pipeline.check_in_halves``.
+        For arguments and result see ``Engine.check_in_halves``.
         """
         if what in self._checked:
             return {}
         self._checked.add(what)
         with torch.no_grad():
             target = kwargs.pop("target", MISSING)
-            return check_in_halves(self.pipe, loss, CallArguments(args, kwargs, target))
+            return self.pipe.engine.check_in_halves(loss, CallArguments(args, kwargs, target))
 
     def _note_factor(self, factor: float) -> None:
         if math.isfinite(factor) and factor > 0:
@@ -257,7 +253,7 @@ class PipelineModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Parameters and buffers of the whole model, under its names; those of other ranks are stand-ins.
+        """Parameters and buffers of the whole model, under its names; those of other ranks are placeholders.
 
         So the dict can be kept, copied and loaded again in this process, and a file of it is refused.
         ``pipe.weights.state_dict(full=True)`` gives rank 0 the numbers.

@@ -15,7 +15,7 @@ from penstock._engine.parallel import local_part
 from penstock._engine.rng import generator_states, generators_kept, set_generator_states
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import UsageError
-from penstock.pipeline import CallArguments, Pipeline, run_backward
+from penstock.pipeline import CallArguments, Pipeline
 
 
 class Pass:
@@ -145,9 +145,7 @@ class Pass:
         for copy in self._copies.values():
             copy.grad = None
         with self._state.restored(), self.collecting():
-            args, kwargs = self.batch.args, self.batch.kwargs
-            number = self._state.number
-            run_backward(self._pipe, gradients, *args, number=number, **kwargs)
+            self._pipe.engine.backward(gradients, self.batch, self._state.number)
             finite = not self._in_half or math.isfinite(self._pipe.weights.grad_norm())
         for gradient in () if finite else self._gradients:
             if gradient is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from penstock._engine.elsewhere import Whereabouts, put_elsewhere
+from penstock._engine.placeholders import Location, leave_placeholder
 from penstock.errors import PartitionError, listed
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
@@ -127,7 +127,7 @@ class Partition:
         def put(rank: int, name: str, tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
                 # The tensor itself is kept too: its id must not be used again.
-                known[id(tensor)] = put_elsewhere(tensor, Whereabouts(name, rank, device)), tensor
+                known[id(tensor)] = leave_placeholder(tensor, Location(name, rank, device)), tensor
             return known[id(tensor)][0]
 
         for index, module in enumerate(self.modules):

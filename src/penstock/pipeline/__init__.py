@@ -1,20 +1,10 @@
 """The pipeline: how it is set up, and what its calls do."""
 
-from penstock.pipeline.calls import CallArguments
 from penstock.pipeline.default_loss import author_of, is_named, label_names, own_loss
+from penstock.pipeline.engine import CallArguments, Engine
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.outputs import Outputs
-from penstock.pipeline.pipeline import (
-    Pipeline,
-    carry_out,
-    check_in_halves,
-    cut_before,
-    driven,
-    joined,
-    outputs_apart,
-    run_backward,
-    run_forward,
-)
+from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.setup import before_meeting
 from penstock.pipeline.watching import (
     SlowWarning,
@@ -27,6 +17,7 @@ from penstock.pipeline.watching import (
 
 __all__ = [
     "CallArguments",
+    "Engine",
     "ModelWeights",
     "Outputs",
     "Pipeline",
@@ -36,17 +27,9 @@ __all__ = [
     "TensorBoard",
     "author_of",
     "before_meeting",
-    "carry_out",
-    "check_in_halves",
-    "cut_before",
-    "driven",
     "is_named",
-    "joined",
     "label_names",
-    "outputs_apart",
     "own_loss",
     "peak_flops",
     "peak_memory",
-    "run_backward",
-    "run_forward",
 ]

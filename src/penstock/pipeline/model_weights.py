@@ -46,7 +46,7 @@ class ModelWeights:
         return self._held.weights.named_parameters()
 
     def leave_gradients(self) -> None:
-        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
+        """Leave placeholders as the gradients of the weights of other ranks, as a step does."""
         self._held.stage_weights.leave_gradients()
 
     # ---- norms and first values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
@@ -17,14 +17,12 @@ from torch import nn
 from penstock import plan as planning
 from penstock._engine.devices import is_accelerator
 from penstock._engine.faults import Timeout
-from penstock._engine.microbatches import MISSING, Batch, RulesGiven
+from penstock._engine.microbatches import MISSING, RulesGiven
 from penstock._engine.parallel import groups_beside
 from penstock._engine.rng import Randomness, Seed
 from penstock._engine.runtime import (
     MAIN,
-    ActionEvent,
     ActionHook,
-    Call,
     HookHandle,
     Hooks,
     Loss,
@@ -32,9 +30,7 @@ from penstock._engine.runtime import (
     LossScaler,
     LossWeight,
     Runner,
-    StepLoss,
     StepResult,
-    StepState,
     TotalWeight,
     Which,
     check_plans,
@@ -43,11 +39,10 @@ from penstock._engine.runtime import (
 from penstock._engine.transport import Job, Replicas, Transport, collective
 from penstock.errors import NonFiniteError, UsageError, listed
 from penstock.partition import Partition, Shared, find_shared_between
-from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
+from penstock.pipeline.engine import Engine, StepOptions
 from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.model_weights import ModelWeights
-from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
-from penstock.pipeline.outputs import product
+from penstock.pipeline.nonfinite import NonFiniteFinding
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
@@ -57,13 +52,12 @@ from penstock.pipeline.setup import (
     connect_process,
     make_equal,
     set_up,
-    warn_of_batch_norms,
 )
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook
 from penstock.pipeline.weights import CUT_NOW
-from penstock.schedule import Action, Edge, Schedule
+from penstock.schedule import Edge, Schedule
 from penstock.stage import Compilation, PipelineStage
 
 logger = logging.getLogger("penstock")
@@ -251,21 +245,21 @@ class Pipeline:
         self._job = Job(transport, schedules.ranks, replicas, settings.home, beside=beside)
         self._schedules, self._loss = schedules, loss
         self._undecided = settings.schedule == "auto"
-        self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
+        self._step_hooks = Hooks(StepEvent)
         self._closed = False
         self._runner = runner = Runner(schedules.proven, self._job, settings.home)
         seeds = check_plans(self._job, schedules.training, details, settings.seed_here)
         if not self._undecided:
             check_loss(loss, schedules.training)
-        self._randomness = Randomness(seeds[0])
-        self._last_seed: tuple[int, int] | None = None
         self._unread: StepResult | None = None
         weighted = loss is not None and loss.weight is not None
         self._held = HeldModel(runner, schedules, model, weighted=weighted)
         self._weights = ModelWeights(self._job, self._held)
         slowness = Slowness(schedules, runner)
         names = signature(Pipeline.step).parameters
-        self._calls = PipelineCalls(runner, schedules, self._held, settings.rules, slowness, names)
+        self.engine = Engine(
+            runner, schedules, self._held, loss, settings.rules, seeds[0], slowness, names
+        )
 
     def _protect_groups(self, mesh: Any) -> None:
         """Let the watch end waits of this rank on the user's groups of pipelines side by side."""
@@ -278,7 +272,7 @@ class Pipeline:
     def model(self) -> nn.Module | None:
         """The model that was cut, of which this process holds only its stages; None without one.
 
-        In it, stand-ins that say where they lie take the place of the weights of other processes. Before the
+        In it, placeholders that say where they lie stand for the weights of other processes. Before the
         first batch cuts it, each process holds all of it.
         """
         return self._held.model
@@ -307,7 +301,7 @@ class Pipeline:
     @property
     def randomness(self) -> Randomness:
         """The seed of random numbers and the number of the next step; saved and loaded with checkpoints."""
-        return self._randomness
+        return self.engine.randomness
 
     @property
     def replicas(self) -> Replicas:
@@ -458,42 +452,24 @@ class Pipeline:
             PoisonedError: an earlier call failed in the middle.
         """
         self._look_at_last()
-        number, seed = self._randomness.step, self._drawn_from(self._randomness.step)
-        event = StepEvent(number + 1, self._job.is_main_process, self._held.device)
+        event = StepEvent(self.randomness.step + 1, self._job.is_main_process, self._held.device)
         self._step_hooks.call("before", event)
         started = perf_counter()
-
-        def complete(call: Call) -> Call:
-            factor = self._attach(scaler)
-            loss = self._training_loss().in_step(loss_weight, accumulate, total_weight, factor)
-            if loss_weight is not None:
-                self._held.check_spread(weighted=True)
-            self._schedules.check_trains(call.batch.count)
-            return replace(call, loss=loss)
-
-        kwargs = joined(kwargs, model_kwargs)
-        target = self._target_of(target, kwargs)
-        arguments = CallArguments(args, kwargs, target, microbatches, same_batch)
-        # A loss scaler lets gradients become infinite on purpose, and checks them itself.
-        call = Call(
-            Batch(), outputs=outputs, record=record or event.record, seed=seed, hooks=self._hooks or None,
-            finite=scaler is None, settings=lambda: self._held.weights.shared_settings(),
-        )  # fmt: skip
-        call = self._calls.described(call, arguments, complete)
-        step = flowed_back(self._calls.run(call, arguments))
-        self._held.stage_weights.leave_gradients()
-        self._calls.check_losses_inside(step, arguments)
-        if not number and self._job.is_first_pipeline:
-            warn_of_batch_norms(self.stages, step.agreement.model_call.count)
-        self._last_seed = seed
-        self._randomness.advance()
-        result = self._calls.result(step, started)
-        if scaler is not None:
-            numbers = result.read
-            result = replace(result, read=lambda: numbers()._replace(finite=True))
-        else:
+        arguments = self.engine.arguments(
+            args,
+            kwargs,
+            model_kwargs,
+            target=target,
+            microbatches=microbatches,
+            same_batch=same_batch,
+        )
+        options = StepOptions(
+            loss_weight, total_weight, accumulate, scaler, outputs, record or event.record
+        )
+        result = self.engine.step(arguments, options)
+        if scaler is None:
             self._unread = result
-            waits = self._training_loss().nonfinite == "warn" and is_accelerator(self.device)
+            waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(self.device)
             if not waits or self._job.transport is not None:
                 self._look_at_last()
         if self._step_hooks:
@@ -526,12 +502,11 @@ class Pipeline:
         uncut = self._held.uncut
         if uncut is None:
             return
-        kwargs = joined(kwargs, model_kwargs)
         uncut.was_asked = True
-        if not (args or kwargs or uncut.needs_call):
+        if not (args or kwargs or model_kwargs or uncut.needs_call):
             self._held.cut_now()
             return
-        cut_before(self, CallArguments(args, kwargs, target))
+        self.engine.cut(self.engine.arguments(args, kwargs, model_kwargs, target=target))
 
     def evaluate(
         self,
@@ -552,15 +527,10 @@ class Pipeline:
             model_kwargs: as for :meth:`step`.
             kwargs: the model's arguments by name.
         """
-        if self._loss is None:
-            raise UsageError(
-                "evaluate needs a loss; make the Pipeline with loss_fn=, or use predict"
-            )
-        kwargs = joined(kwargs, model_kwargs)
-        target = self._target_of(target, kwargs)
-        call = Call(Batch(), self._loss, trains=False, outputs=outputs, hooks=self._hooks or None)
-        arguments = CallArguments(args, kwargs, target, same_batch=same_batch)
-        return self._calls.evaluate(call, arguments)
+        arguments = self.engine.arguments(
+            args, kwargs, model_kwargs, target=target, same_batch=same_batch
+        )
+        return self.engine.evaluate(arguments, outputs=outputs)
 
     def predict(
         self,
@@ -577,9 +547,9 @@ class Pipeline:
             model_kwargs: as for :meth:`step`.
             kwargs: the model's arguments by name.
         """
-        call = Call(Batch(), trains=False, outputs=True, hooks=self._hooks or None)
-        arguments = CallArguments(args, joined(kwargs, model_kwargs), same_batch=same_batch)
-        return self._calls.evaluate(call, arguments).outputs
+        return self.engine.predict(
+            self.engine.arguments(args, kwargs, model_kwargs, same_batch=same_batch)
+        )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -608,58 +578,10 @@ class Pipeline:
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
             or None if everything is finite.
         """
-        kwargs = joined(kwargs, model_kwargs)
-        arguments = CallArguments(args, kwargs, self._target_of(target, kwargs))
+        arguments = self.engine.arguments(args, kwargs, model_kwargs, target=target)
+        return self.engine.find_nonfinite(arguments)
 
-        def complete(call: Call) -> Call:
-            return replace(call, loss=self._training_loss().in_step())
-
-        call = Call(Batch(), seed=self._last_seed, finite=True)
-        call = self._calls.described(call, arguments, complete)
-
-        # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
-        def run(hooks: Hooks) -> StepState:
-            return self._calls.run(replace(call, hooks=hooks), arguments)
-
-        return find_nonfinite(self.stages, self._schedules.training, self._job, run)
-
-    # ---- what a step needs, and a step that is not finite
-
-    def _drawn_from(self, number: int) -> tuple[int, int] | None:
-        """What a step draws its random numbers from; None for torch's generators."""
-        seed = self._randomness.seed
-        return None if seed == "off" else (seed, number)
-
-    def _training_loss(self) -> StepLoss:
-        if self._loss is None:
-            raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
-        if not self._schedules.training.trains:
-            raise UsageError(
-                f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
-                "use evaluate, or choose a schedule with a backward"
-            )
-        if torch.is_inference_mode_enabled():
-            raise UsageError(
-                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
-                "or use evaluate"
-            )
-        return self._loss
-
-    def _target_of(self, target: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The target of a call; by default the model's argument that the loss names."""
-        name = None if self._loss is None else self._loss.target
-        return target if name is None or target is not MISSING else kwargs.get(name, MISSING)
-
-    def _attach(self, scaler: LossScaler | None) -> float:
-        """The factor of a loss scaler, which from now on decides together with the other ranks."""
-        if scaler is None:
-            return 1.0
-        if not isinstance(scaler, LossScaler):
-            raise UsageError(
-                f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, a torch.amp.GradScaler that "
-                "decides for all ranks together whether to skip a step"
-            )
-        return scaler.attach(self._job.sum)
+    # ---- a step that is not finite
 
     def _look_at_last(self) -> None:
         """See whether the last step was finite, if that has not been done yet."""
@@ -669,7 +591,7 @@ class Pipeline:
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
-        step, nonfinite = self._randomness.step, self._training_loss().nonfinite
+        step, nonfinite = self.randomness.step, self.engine.training_loss.nonfinite
         what = f"the loss is {result.loss:g}"
         added = [n for n, value in result.losses.items() if n != MAIN and not math.isfinite(value)]
         if added:
@@ -695,7 +617,7 @@ class Pipeline:
 
         They are the same objects before and after the cut, so an optimizer can be made at any time.
 
-        In a process of several, those of other ranks are stand-ins, which optimizers leave out. What needs
+        In a process of several, those of other ranks are placeholders, which optimizers leave out. What needs
         the numbers of one is an error that names it and its rank; see docs/weights.md.
         """
         return self._weights.named_parameters()
@@ -751,7 +673,7 @@ class Pipeline:
         Returns:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
-        return self._hooks.add(before, after, which)
+        return self.engine.hooks.add(before, after, which)
 
     def on_step(
         self, after: StepHook | None = None, *, before: StepHook | None = None
@@ -793,116 +715,3 @@ class Pipeline:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-
-# ---- calls described by hand, for other rooms
-
-
-def carry_out(pipe: Pipeline, describe: Callable[[], Call], *, trains: bool) -> StepState:
-    """Carry out a call described by hand, as :mod:`penstock.pipelining` does; every rank calls this.
-
-    Args:
-        pipe: the pipeline.
-        describe: returns the call. If it raises, all ranks raise that error, and none begins.
-        trains: whether the call trains.
-    """
-    call = pipe._calls.described(Call(Batch(), trains=trains), None, lambda _: describe())
-    return flowed_back(pipe._calls.run(call))
-
-
-@contextmanager
-def driven(
-    pipe: Pipeline, describe: Callable[[], Call], *, trains: bool
-) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
-    """A context like :func:`carry_out`, in which the caller runs the actions, in any order of its own.
-
-    Yields:
-        The state of the call, and a function that runs an action.
-    """
-    call = pipe._calls.described(Call(Batch(), trains=trains), None, lambda _: describe())
-    with pipe._calls.driven(call) as state_and_perform:
-        yield state_and_perform
-
-
-def check_in_halves(
-    pipe: Pipeline, loss: StepLoss | None, arguments: CallArguments
-) -> dict[str, tuple[float, float]]:
-    """See :meth:`PipelineCalls.check_in_halves`; ``loss`` may be None for that of the pipeline."""
-    return pipe._calls.check_in_halves(pipe._loss if loss is None else loss, arguments)
-
-
-def run_forward(pipe: Pipeline, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
-    """The output for a batch as a training step computes it, on every rank.
-
-    Modules run in their own modes, and draw the random numbers of the next step. :func:`run_backward`
-    computes the gradients.
-    """
-    started, seed = perf_counter(), pipe._drawn_from(pipe._randomness.step)
-    call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=pipe._hooks or None)
-    arguments = CallArguments(args, kwargs, same_batch=same_batch)
-    step = pipe._calls.run(pipe._calls.described(call, arguments), arguments)
-    return pipe._calls.result(step, started).outputs
-
-
-def run_backward(
-    pipe: Pipeline,
-    gradients: Sequence[Sequence[torch.Tensor | None]],
-    *args: Any,
-    number: int | None = None,
-    **kwargs: Any,
-) -> None:
-    """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
-
-    Args:
-        pipe: the pipeline.
-        gradients: for each microbatch, a list of the gradients of the tensors in its output, in order, the
-            same on every rank; None where there is none.
-        args: the arguments of :func:`run_forward`.
-        number: the number of the step whose random numbers the forward drew.
-        kwargs: the arguments by name.
-    """
-    started = perf_counter()
-    replicas = pipe.replicas
-    share = 1.0 / replicas.number if replicas.averaged else 1.0
-    loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
-
-    def complete(call: Call) -> Call:
-        pipe._schedules.check_trains(call.batch.count)
-        return replace(call, batch=replace(call.batch, targets=gradients))
-
-    call = Call(Batch(), loss, seed=None if number is None else pipe._drawn_from(number))
-    # Each rank may have computed the gradients by itself.
-    arguments = CallArguments(args, kwargs, same_batch=False)
-    with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
-        call = pipe._calls.described(call, arguments, complete)
-    pipe._calls.result(flowed_back(pipe._calls.run(call, arguments)), started)
-
-
-@contextmanager
-def outputs_apart(pipe: Pipeline) -> Iterator[None]:
-    """A context in which calls of a pipeline give :class:`~penstock.pipeline.outputs.Outputs`."""
-    before, pipe._calls.apart = pipe._calls.apart, True
-    try:
-        yield
-    finally:
-        pipe._calls.apart = before
-
-
-def cut_before(pipe: Pipeline, arguments: CallArguments) -> None:
-    """Cut the model before a call that needs its stages; every rank calls this."""
-    uncut = pipe._held.uncut
-    if uncut is not None:
-        call = Call(Batch(), trains=torch.is_grad_enabled())
-        pipe._runner.cut_by(uncut, pipe._calls.described(call, arguments, runs=False))
-
-
-def joined(kwargs: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The model's keyword arguments, with those given as ``model_kwargs=``."""
-    more = {} if more is None else more
-    if not isinstance(more, Mapping):
-        raise UsageError(
-            f"model_kwargs is a {type(more).__name__}; it must be a dict of the model's arguments by name"
-        )
-    if both := sorted(kwargs.keys() & more.keys()):
-        raise UsageError(f"{', '.join(both)} given by name and in model_kwargs=; give each once")
-    return {**kwargs, **more}

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from penstock._engine.devices import is_accelerator, memory_of
-from penstock._engine.elsewhere import is_elsewhere
+from penstock._engine.placeholders import is_placeholder
 from penstock._engine.runtime import without_data
 from penstock._engine.transport import Job
 from penstock._engine.weights import Init, load_partition
@@ -228,7 +228,7 @@ class UncutModel:
             )
         self._done(stages, partition)
         for optimizer in filter(None, (of() for of in self._optimizers)):
-            for parameter in filter(is_elsewhere, list(optimizer.state)):
+            for parameter in filter(is_placeholder, list(optimizer.state)):
                 del optimizer.state[parameter]
         self._cutting = self._partition = None
 

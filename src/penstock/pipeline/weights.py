@@ -11,22 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from penstock._engine.elsewhere import (
-    Elsewhere,
+from penstock._engine.parallel import local_part
+from penstock._engine.placeholders import (
+    Location,
+    Placeholder,
     Steps,
-    Whereabouts,
-    is_elsewhere,
+    is_placeholder,
     optimizers_of,
 )
-from penstock._engine.parallel import local_part
 from penstock._engine.transport import Job
 from penstock._engine.weights import Init
 from penstock._engine.weights.files import digest
 from penstock._engine.weights.initialise import initialise
 from penstock._engine.weights.norms import all_norms, norms_by_name, sum_over
-from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
+from penstock._engine.weights.optimizers import OptimizerStates, shared_settings
 from penstock._engine.weights.sharing import SharedWeights
 from penstock._engine.weights.states import (
     LoadResult,
@@ -43,8 +42,8 @@ from penstock.stage import PipelineStage
 
 CUT_NOW = "call pipe.cut(...) with the arguments of a batch to cut the model now"
 """What to do where something needs the stages before the first batch has come."""
-Listed = list[tuple[str, Elsewhere | None]]
-"""All parameters of the model by name, in order: stand-ins for those elsewhere, None for those held here."""
+Listed = list[tuple[str, Placeholder | None]]
+"""All parameters of the model by name, in order: placeholders for those of other ranks, and None for ours."""
 
 
 class ListedWeights(ABC):
@@ -70,7 +69,7 @@ class ListedWeights(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the whole model, each once; those of other ranks are stand-ins."""
+        """The parameters of the whole model, each once; those of other ranks are placeholders."""
 
     @abstractmethod
     def check_filled(self) -> None:
@@ -80,18 +79,30 @@ class ListedWeights(ABC):
             UsageError: a tensor is on the meta device.
         """
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state dict on rank 0, an empty one on the others; all ranks call it."""
-
-    @abstractmethod
-    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
-        """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
-
     @property
     def counting(self) -> Job:
         """The ranks whose weights together are those of the model, each once."""
         return self.job
+
+    @abstractmethod
+    def check_equal(self) -> None:
+        """Check that ranks that have the same weights have them equal; all ranks call it.
+
+        Raises:
+            UsageError: they do not.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, an empty one on the others; all ranks call it."""
+        weights = self.weights
+        self.check_equal()
+        state = gather_state(self.counting, weights)
+        return {} if self.job.rank else state
+
+    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
+        """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
+        state = gather_optimizer(self.counting, self.names, held)
+        return {} if self.job.rank else state
 
     def norms(self, order: float) -> Tensor:
         """The norms of all gradients of the model."""
@@ -110,7 +121,7 @@ class ListedWeights(ABC):
     def sum(self, of: Mapping[nn.Parameter, Any]) -> Tensor:
         """The sum of what all ranks bring for their weights."""
         here = self.names_by_identity()
-        if any(id(weight) not in here and not is_elsewhere(weight) for weight in of):
+        if any(id(weight) not in here and not is_placeholder(weight) for weight in of):
             raise UsageError(
                 "a sum over weights has one that is not the model's; take them from pipe.parameters(), or "
                 "from the model's, after they were last replaced"
@@ -191,11 +202,7 @@ class WholeWeights(ListedWeights):
         return self.job.rank == 0
 
     def check_equal(self) -> None:
-        """Check that all ranks have the same weights, since each of them will keep only its own part.
-
-        Raises:
-            UsageError: they do not.
-        """
+        """Check that all ranks have the same weights, since each of them will keep only its own part."""
         tensors = [digest(local_part(tensor)) for _, tensor in named_tensors(self._model)]
         mine = sha256(repr(tensors).encode()).hexdigest()
         of_ranks = self.job.meet(lambda: mine, among=self.job.pipeline)
@@ -204,16 +211,6 @@ class WholeWeights(ListedWeights):
                 "the ranks have made the model with different weights, and only the cut says which rank's "
                 f"count: build it with the same seed on every rank, or {CUT_NOW}"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of the model's state dict on rank 0."""
-        state = self.weights.state_dict()
-        self.check_equal()
-        return {name: _copy(value) for name, value in state.items()} if not self.job.rank else {}
-
-    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
-        """The optimizer's state dict on rank 0."""
-        return tree_map_only(Tensor, _copy, named_state_dict(held())) if not self.job.rank else {}
 
     def align(self, level: int = logging.WARNING) -> None:
         """Nothing: no stages share weights."""
@@ -225,10 +222,6 @@ class WholeWeights(ListedWeights):
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         yield self._model, self._device
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 class HeldWeights(ListedWeights):
@@ -267,7 +260,7 @@ class HeldWeights(ListedWeights):
     # ---- the parameters of the whole model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the whole model, each once; those of other ranks are stand-ins."""
+        """The parameters of the whole model, each once; those of other ranks are placeholders."""
         here = defaultdict[str, deque[nn.Parameter]](deque)
         for name, parameter in self.weights.named_parameters():
             here[name].append(parameter)
@@ -280,8 +273,8 @@ class HeldWeights(ListedWeights):
             yield from ((name, parameter) for parameter in added)
 
     @property
-    def absent(self) -> list[Elsewhere]:
-        """The stand-ins for the parameters of other ranks."""
+    def absent(self) -> list[Placeholder]:
+        """The placeholders for the parameters of other ranks."""
         return [absent for _, absent in self._listed if absent is not None]
 
     def shared_settings(self) -> dict[str, list[float]]:
@@ -298,7 +291,7 @@ class HeldWeights(ListedWeights):
         self._steps.drop_gradients()
 
     def leave_gradients(self) -> None:
-        """After a step: leave stand-ins as the gradients of the weights of other ranks."""
+        """After a step: leave placeholders as the gradients of the weights of other ranks."""
         self._steps.leave_gradients()
 
     def _list_by_hand(self) -> Listed:
@@ -325,7 +318,7 @@ class HeldWeights(ListedWeights):
             kind = getattr(torch, dtype.removeprefix("torch."))
             bare = torch.empty(shape, dtype=kind, device="meta", requires_grad=learns)
             listed.append(
-                (name, Elsewhere.of(bare, Whereabouts(name, rank, device), parameter=True))
+                (name, Placeholder.of(bare, Location(name, rank, device), parameter=True))
             )
         return listed
 
@@ -335,9 +328,9 @@ class HeldWeights(ListedWeights):
             (name, weight) for name, weight in self.named_parameters() if weight.requires_grad
         ]
         expected = [
-            name for name, weight in learning if is_elsewhere(weight) and weight.grad is not None
+            name for name, weight in learning if is_placeholder(weight) and weight.grad is not None
         ]
-        here = [w for _, w in learning if not is_elsewhere(w) and w.grad is not None]
+        here = [w for _, w in learning if not is_placeholder(w) and w.grad is not None]
         if not order or present != len(here) or sorted(absent) != sorted(expected):
             return None
         homes = [self._ranks_with(name, weight) for name, weight in learning]
@@ -349,7 +342,7 @@ class HeldWeights(ListedWeights):
     def _ranks_with(self, name: str, weight: Tensor) -> set[int]:
         if self.names.is_shared(name):
             return {self._rank_of[stage] for stage in self.names.stages(name)}
-        return {weight.place.rank if is_elsewhere(weight) else self.job.rank}
+        return {weight.location.rank if is_placeholder(weight) else self.job.rank}
 
     # ---- those of this process
 
@@ -391,13 +384,8 @@ class HeldWeights(ListedWeights):
         for stage in self.stages:
             stage.follow_memory()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state dict of all ranks, collected on rank 0."""
-        return gather_state(self.job, self.weights)
-
-    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
-        """The optimizer's state dict of all ranks, collected on rank 0."""
-        return gather_optimizer(self.job, self.names, held)
+    def check_equal(self) -> None:
+        """Nothing: each rank has its own weights, and those that stages share are kept equal."""
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         for stage in self.stages:
@@ -405,4 +393,4 @@ class HeldWeights(ListedWeights):
 
 
 def _listed(named: Iterable[tuple[str, nn.Parameter]]) -> Listed:
-    return [(name, weight if is_elsewhere(weight) else None) for name, weight in named]
+    return [(name, weight if is_placeholder(weight) else None) for name, weight in named]

@@ -21,7 +21,7 @@ from penstock._engine.microbatches import Batch, Microbatch
 from penstock._engine.runtime import Call, Reduction, StepLoss, StepState
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
-from penstock.pipeline import Pipeline, before_meeting, carry_out, driven
+from penstock.pipeline import Pipeline, before_meeting
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.by_hand import FunctionDrive, LoopDrive, Perform, any_order, driving
@@ -406,7 +406,7 @@ class PipelineSchedule:
 
                 def begin() -> tuple[Dependencies, StepState, Perform]:
                     schedule = self._all_actions()
-                    step = driven(self._pipeline(schedule), lambda: call, trains=call.trains)
+                    step = self._pipeline(schedule).engine.driven(lambda: call, trains=call.trains)
                     return Dependencies(schedule), *stack.enter_context(step)
 
                 self._loop = LoopDrive(begin)
@@ -435,7 +435,7 @@ class PipelineSchedule:
 
         with suppress(PenstockError):
             pipe = self._pipeline(self._all_actions())
-            carry_out(pipe, describe, trains=self._has_backward)
+            pipe.engine.perform(describe, trains=self._has_backward)
 
     def eval(self, *args: Any, **options: Any) -> Any:
         """Run only the forwards of a batch, with the arguments and result of :meth:`step`."""
@@ -465,7 +465,7 @@ class PipelineSchedule:
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
-        done = carry_out(self._pipeline(self.schedule), lambda: call, trains=call.trains)
+        done = self._pipeline(self.schedule).engine.perform(lambda: call, trains=call.trains)
         last = self._last_stage
         if last is None:
             return

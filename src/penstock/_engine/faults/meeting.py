@@ -294,7 +294,7 @@ class Rendezvous:
 
     def _absence(self, store: Any, room: Any, seconds: float) -> str:
         """Name the absent processes; return nothing if all are here."""
-        absent = _without_key(room, "place", self._members)
+        absent = [rank for rank in self._members if not room.check([f"place/{rank}"])]
         known = [rank for rank in absent[:4] if store.check([f"process/{rank}"])]
         words = "".join(
             f"; rank {rank} was here before, as {read_text(store.get(f'process/{rank}'))}: it is elsewhere "
@@ -303,16 +303,6 @@ class Rendezvous:
         )
         come = f"of {len(self._members)} have not come to {self._place}{words}"
         return f"after {seconds:g} s ranks [{listed(map(str, absent))}] {come}" if absent else ""
-
-
-def _without_key(room: Any, name: str, ranks: Sequence[int]) -> list[int]:
-    """Find the ranks without a key of their own, in few questions if these are few."""
-    if room.check([f"{name}/{rank}" for rank in ranks]):
-        return []
-    half = len(ranks) // 2
-    if not half:
-        return [*ranks]
-    return _without_key(room, name, ranks[:half]) + _without_key(room, name, ranks[half:])
 
 
 def _has_ended(room: Any, seconds: float) -> bool:

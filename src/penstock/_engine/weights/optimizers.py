@@ -1,7 +1,7 @@
 """Optimizer states, by the parameters' names in the unsplit model.
 
 An optimizer's own state dict identifies parameters by position, and holds what belongs to one rank: if it is
-loaded on another, the next step raises (see :mod:`penstock._engine.elsewhere`).
+loaded on another, the next step raises (see :mod:`penstock._engine.placeholders`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from penstock._engine.elsewhere import is_elsewhere
 from penstock._engine.parallel import is_sharded, replicated_like, spread
+from penstock._engine.placeholders import is_placeholder
 from penstock.errors import UsageError, quoted, shortened
 
 logger = logging.getLogger("penstock")
@@ -68,7 +68,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         f"number {place} of group {number} (shape {list(parameter.shape)})"
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
-        if id(parameter) not in names and not is_elsewhere(parameter)
+        if id(parameter) not in names and not is_placeholder(parameter)
     ]
     if lost:
         raise UsageError(
@@ -77,7 +77,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         )
     odd: list[Any] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
     # Some optimizers begin with a state for each parameter, elsewhere or not.
-    here = {key: of for key, of in optimizer.state.items() if not is_elsewhere(key)}
+    here = {key: of for key, of in optimizer.state.items() if not is_placeholder(key)}
     odd += [key for key in here if id(key) not in names]
     if odd:
         raise UsageError(
@@ -86,7 +86,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
             "parameter"
         )
     groups = [
-        (settings_of(group), [names[id(p)] for p in group["params"] if not is_elsewhere(p)])
+        (settings_of(group), [names[id(p)] for p in group["params"] if not is_placeholder(p)])
         for group in optimizer.param_groups
     ]
     states = {names[id(parameter)]: dict(state) for parameter, state in here.items()}
@@ -115,9 +115,11 @@ def shared_settings(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     settings = {}
     for group in optimizer.param_groups:
         weights = group["params"]
-        if len({is_elsewhere(weight) for weight in weights}) < 2:
+        if len({is_placeholder(weight) for weight in weights}) < 2:
             continue
-        first = weights[0].place.name if is_elsewhere(weights[0]) else names.get(id(weights[0]))
+        first = (
+            weights[0].location.name if is_placeholder(weights[0]) else names.get(id(weights[0]))
+        )
         where = f"{type(optimizer).__name__} ({len(weights)} weights from {first!r})"
         for key, value in group.items():
             numbers = tree_leaves(value) if key not in NOT_SETTINGS else []
@@ -151,7 +153,7 @@ def warn_of_settings(
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not is_elsewhere(value)
+        return value.numel() == 1 and not is_placeholder(value)
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -232,7 +234,7 @@ def write_states(
             group[key] = value
         on_device = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
-            if not is_elsewhere(parameter) and names[id(parameter)] in states:
+            if not is_placeholder(parameter) and names[id(parameter)] in states:
                 optimizer.state[parameter] = {
                     key: value
                     if key == "step" and not on_device

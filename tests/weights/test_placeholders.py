@@ -214,6 +214,7 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
     "in one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
     "the model called": lambda model: model(X),
     "mixed": lambda model: [X[:4] + p for p in model.parameters()],
+    "a list of both": lambda model: torch._foreach_mul([*model.parameters()], 0.5),
     "gradients of a loss": lambda model: torch.autograd.grad(X.sum(), [*model.parameters()]),
 }  # fmt: skip
 
@@ -249,9 +250,7 @@ def _unscale(model: Any) -> None:
 
 def _foreach(model: Any) -> None:
     weights = [p.detach() for p in model.parameters()]
-    for twice in torch._foreach_mul(torch._foreach_add(weights, weights), 0.5):
-        assert twice.shape
-    torch._foreach_lerp_(weights, weights, 0.5)
+    torch._foreach_mul_(weights, 0.5)
 
 
 def _copies(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The calls of a pipeline: described by each rank, carried out by all of them, and what comes of them."""
+"""The engine of a pipeline: carries out its calls, each from its arguments to its result."""
 
 from __future__ import annotations
 
@@ -24,23 +24,30 @@ from penstock._engine.microbatches import (
     rules_with_images,
     split_batch,
 )
-from penstock._engine.rng import generator_states, generators_kept
+from penstock._engine.rng import Randomness, generator_states, generators_kept
 from penstock._engine.runtime import (
     MAIN,
+    ActionEvent,
     Call,
+    Hooks,
+    LossScaler,
+    LossWeight,
     Runner,
     StepCost,
     StepLoss,
     StepResult,
     StepState,
+    TotalWeight,
     advice,
     differ,
 )
 from penstock.errors import PenstockError, StageError, UsageError
 from penstock.pipeline.default_loss import LossInside
 from penstock.pipeline.holding import HeldModel
-from penstock.pipeline.outputs import Outputs
+from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
+from penstock.pipeline.outputs import Outputs, product
 from penstock.pipeline.plan import ProvenSchedules
+from penstock.pipeline.setup import warn_of_batch_norms
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.schedule import Action
@@ -71,21 +78,37 @@ class CallArguments(NamedTuple):
 NO_ARGUMENTS = CallArguments((), {})
 
 
-class PipelineCalls:
-    """Carries out the calls of a pipeline.
+class StepOptions(NamedTuple):
+    """What a user says of a step beside its batch; see :meth:`Pipeline.step <penstock.Pipeline.step>`."""
 
-    A method of the pipeline begins with a :class:`Call` that says what it is to do. :meth:`described` adds
-    the batch, or the error in the user's arguments, which all ranks then raise.
+    loss_weight: LossWeight | None = None
+    total_weight: TotalWeight | None = None
+    accumulate: int | None = None
+    scaler: LossScaler | None = None
+    outputs: bool = False
+    record: bool = False
+
+
+class Engine:
+    """Carries out the calls of a pipeline, each from its arguments to its result; ``pipe.engine``.
+
+    :class:`~penstock.Pipeline` is what users see of it. The packages above, with loops of other libraries or
+    of the user's own, call it for what no user of a Pipeline does. All ranks make each call together; an
+    error in one rank's arguments is raised on all of them, and none begins.
 
     Args:
-        runner: carries them out for the ranks of this process.
+        runner: carries calls out for the ranks of this process.
         schedules: the schedules that there are.
         held: the model, or the stages, in this process.
+        loss: the loss of the pipeline, if it has one.
         rules: how batches are split.
+        seed: what random numbers are drawn from, see :class:`Randomness`.
         slowness: learns of recorded steps.
         step_names: the names of the arguments of a step, for hints.
 
     Attributes:
+        hooks: the user's functions around actions.
+        randomness: the seed of random numbers, and the number of the next step.
         apart: whether results have :class:`Outputs` rather than what these are put together.
     """
 
@@ -94,19 +117,254 @@ class PipelineCalls:
         runner: Runner,
         schedules: ProvenSchedules,
         held: HeldModel,
+        loss: StepLoss | None,
         rules: Rules | None,
+        seed: Any,
         slowness: Slowness,
         step_names: Iterable[str],
     ) -> None:
         self._runner, self._job, self._schedules, self._held = runner, runner.job, schedules, held
-        self._rules, self._slowness = rules, slowness
+        self._loss, self._rules, self._slowness = loss, rules, slowness
         self._step_names = tuple(step_names)
+        self.hooks = Hooks(ActionEvent)
+        self.randomness = Randomness(seed)
+        self._last_seed: tuple[int, int] | None = None
         self.apart = False
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
-    # ---- before a call
+    # ---- what users of a Pipeline call
 
-    def described(
+    def arguments(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any] | None = None,
+        *,
+        target: Any = MISSING,
+        microbatches: int | None = None,
+        same_batch: bool | None = None,
+    ) -> CallArguments:
+        """The arguments of a call.
+
+        The keyword arguments of the model are those in both dicts. The target, if it is not given, is the
+        argument of the model that the loss names.
+
+        Raises:
+            UsageError: a name is in both dicts.
+        """
+        more = {} if model_kwargs is None else model_kwargs
+        if not isinstance(more, Mapping):
+            raise UsageError(
+                f"model_kwargs is a {type(more).__name__}; it must be a dict of the model's arguments by name"
+            )
+        if both := sorted(kwargs.keys() & more.keys()):
+            raise UsageError(
+                f"{', '.join(both)} given by name and in model_kwargs=; give each once"
+            )
+        named = {**kwargs, **more}
+        name = None if self._loss is None else self._loss.target
+        if name is not None and target is MISSING:
+            target = named.get(name, MISSING)
+        return CallArguments(args, named, target, microbatches, same_batch)
+
+    def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
+        """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
+        started, number = perf_counter(), self.randomness.step
+        seed, weights = self._drawn_from(number), self._held
+        loss_weight, total_weight, accumulate, scaler, outputs, record = options
+
+        def complete(call: Call) -> Call:
+            factor = 1.0 if scaler is None else self._attach(scaler)
+            loss = self.training_loss.in_step(loss_weight, accumulate, total_weight, factor)
+            if loss_weight is not None:
+                weights.check_spread(weighted=True)
+            self._schedules.check_trains(call.batch.count)
+            return replace(call, loss=loss)
+
+        # A loss scaler lets gradients become infinite on purpose, and checks them itself.
+        call = Call(
+            Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
+            finite=scaler is None, settings=lambda: weights.weights.shared_settings(),
+        )  # fmt: skip
+        step = flowed_back(self._run(self._described(call, arguments, complete), arguments))
+        weights.stage_weights.leave_gradients()
+        self._check_losses_inside(step, arguments)
+        if not number and self._job.is_first_pipeline:
+            warn_of_batch_norms(weights.stages, step.agreement.model_call.count)
+        self._last_seed = seed
+        self.randomness.advance()
+        result = self._result(step, started)
+        if scaler is None:
+            return result
+        numbers = result.read
+        return replace(result, read=lambda: numbers()._replace(finite=True))
+
+    def evaluate(self, arguments: CallArguments, *, outputs: bool) -> StepResult:
+        """Compute the loss of a batch in evaluation mode.
+
+        Raises:
+            UsageError: there is no loss.
+        """
+        if self._loss is None:
+            raise UsageError(
+                "evaluate needs a loss; make the Pipeline with loss_fn=, or use predict"
+            )
+        return self._in_evaluation(arguments, self._loss, outputs=outputs)
+
+    def predict(self, arguments: CallArguments) -> Any:
+        """Compute the output for a batch in evaluation mode, on every rank."""
+        return self._in_evaluation(arguments, None, outputs=True).outputs
+
+    def cut(self, arguments: CallArguments) -> None:
+        """Cut the model by a batch, if that is still to be done."""
+        uncut = self._held.uncut
+        if uncut is not None:
+            call = Call(Batch(), trains=torch.is_grad_enabled())
+            self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
+
+    def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
+        """Run a batch once more, as the last step ran it, to find the first non-finite value."""
+
+        def complete(call: Call) -> Call:
+            return replace(call, loss=self.training_loss.in_step())
+
+        call = Call(Batch(), seed=self._last_seed, finite=True)
+        call = self._described(call, arguments, complete)
+
+        # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
+        def run(hooks: Hooks) -> StepState:
+            return self._run(replace(call, hooks=hooks), arguments)
+
+        return find_nonfinite(self._held.stages, self._schedules.training, self._job, run)
+
+    # ---- what the loops of other libraries need
+
+    @contextmanager
+    def outputs_apart(self) -> Iterator[None]:
+        """A context in which calls give :class:`~penstock.pipeline.outputs.Outputs`."""
+        before, self.apart = self.apart, True
+        try:
+            yield
+        finally:
+            self.apart = before
+
+    def forward(self, arguments: CallArguments) -> Any:
+        """Compute the output for a batch as a training step does, on every rank.
+
+        Modules run in their own modes, and draw the random numbers of the next step. :meth:`backward`
+        computes the gradients.
+        """
+        started, seed = perf_counter(), self._drawn_from(self.randomness.step)
+        call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=self.hooks or None)
+        step = self._run(self._described(call, arguments), arguments)
+        return self._result(step, started).outputs
+
+    def backward(
+        self,
+        gradients: Sequence[Sequence[torch.Tensor | None]],
+        arguments: CallArguments,
+        number: int | None = None,
+    ) -> None:
+        """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
+
+        Args:
+            gradients: for each microbatch, a list of the gradients of the tensors in its output, in order,
+                the same on every rank; None where there is none.
+            arguments: those of :meth:`forward`.
+            number: the number of the step whose random numbers the forward drew.
+        """
+        started, replicas = perf_counter(), self._job.replicas
+        share = 1.0 / replicas.number if replicas.averaged else 1.0
+        loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
+
+        def complete(call: Call) -> Call:
+            self._schedules.check_trains(call.batch.count)
+            return replace(call, batch=replace(call.batch, targets=gradients))
+
+        call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
+        # Each rank may have computed the gradients by itself.
+        arguments = arguments._replace(same_batch=False)
+        with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
+            call = self._described(call, arguments, complete)
+        self._result(flowed_back(self._run(call, arguments)), started)
+
+    def perform(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
+        """Carry out a call described by hand.
+
+        Args:
+            describe: returns the call. If it raises, all ranks raise that error, and none begins.
+            trains: whether the call trains.
+        """
+        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
+        return flowed_back(self._run(call))
+
+    @contextmanager
+    def driven(
+        self, describe: Callable[[], Call], *, trains: bool
+    ) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context like :meth:`perform`, in which the caller runs the actions, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
+        weights = self._held.stage_weights
+        if call.trains:
+            weights.prepare()
+        with self._runner.driven(call) as state_and_perform:
+            yield state_and_perform
+        if call.trains:
+            weights.finish()
+        flowed_back(state_and_perform[0])
+
+    # ---- a call
+
+    @property
+    def training_loss(self) -> StepLoss:
+        """The loss of a training step.
+
+        Raises:
+            UsageError: there is none, or the pipeline cannot train.
+        """
+        if self._loss is None:
+            raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
+        if not self._schedules.training.trains:
+            raise UsageError(
+                f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
+                "use evaluate, or choose a schedule with a backward"
+            )
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
+                "or use evaluate"
+            )
+        return self._loss
+
+    def _drawn_from(self, number: int) -> tuple[int, int] | None:
+        """What a step draws its random numbers from; None for torch's generators."""
+        seed = self.randomness.seed
+        return None if seed == "off" else (seed, number)
+
+    def _attach(self, scaler: LossScaler) -> float:
+        """The factor of a loss scaler, which from now on decides together with the other ranks."""
+        if not isinstance(scaler, LossScaler):
+            raise UsageError(
+                f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, a torch.amp.GradScaler that "
+                "decides for all ranks together whether to skip a step"
+            )
+        return scaler.attach(self._job.sum)
+
+    def _in_evaluation(
+        self, arguments: CallArguments, loss: StepLoss | None, *, outputs: bool
+    ) -> StepResult:
+        started = perf_counter()
+        call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
+        call = self._described(call, arguments)
+        with self._held.evaluating():
+            step = self._run(call, arguments)
+        return self._result(step, started)
+
+    def _described(
         self,
         call: Call,
         arguments: CallArguments | None,
@@ -150,9 +408,7 @@ class PipelineCalls:
         batch = split_batch(args, kwargs, target, rules, count, fewer=True)
         return replace(call, batch=batch, same_batch=same_batch)
 
-    # ---- a call
-
-    def run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
+    def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.
 
         Gradients of the batch wait in the state; see :func:`flowed_back`.
@@ -174,30 +430,6 @@ class PipelineCalls:
             held.stage_weights.finish()
         return step
 
-    @contextmanager
-    def driven(self, call: Call) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
-        """A context like :meth:`run`, in which the caller runs the actions, in any order of its own.
-
-        Yields:
-            The state of the call, and a function that runs an action.
-        """
-        weights = self._held.stage_weights
-        if call.trains:
-            weights.prepare()
-        with self._runner.driven(call) as state_and_perform:
-            yield state_and_perform
-        if call.trains:
-            weights.finish()
-        flowed_back(state_and_perform[0])
-
-    def evaluate(self, call: Call, arguments: CallArguments) -> StepResult:
-        """Carry out a call in evaluation mode."""
-        started = perf_counter()
-        call = self.described(call, arguments)
-        with self._held.evaluating():
-            step = self.run(call, arguments)
-        return self.result(step, started)
-
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
         """The error, with a hint if the model refused an argument meant for the step."""
         for name in arguments.kwargs:
@@ -211,7 +443,7 @@ class PipelineCalls:
 
     # ---- after a call
 
-    def result(self, step: StepState, started: float) -> StepResult:
+    def _result(self, step: StepState, started: float) -> StepResult:
         """The user's result of a call that began at a time of ``perf_counter``."""
         seconds = perf_counter() - started
         outputs: Any = None
@@ -248,7 +480,7 @@ class PipelineCalls:
 
     # ---- losses that the model's forward computes, or adds
 
-    def check_losses_inside(self, step: StepState, arguments: CallArguments) -> None:
+    def _check_losses_inside(self, step: StepState, arguments: CallArguments) -> None:
         """After the first step: check losses that the model's forward computes or adds.
 
         Raises:
@@ -281,6 +513,8 @@ class PipelineCalls:
     ) -> dict[str, tuple[float, float]]:
         """Check that the first microbatch has the losses of its halves; all ranks call this.
 
+        Without a loss, it is that of the pipeline.
+
         Dropouts and batch norms are in evaluation mode, and buffers keep their numbers. A loss that draws
         random numbers is let be, and so is one that is another one when it is computed again.
 
@@ -291,6 +525,7 @@ class PipelineCalls:
         Raises:
             UsageError: the main loss is not the same.
         """
+        loss = self._loss if loss is None else loss
         batch = self._with_batch(Call(Batch()), arguments).batch
         first, device = arguments._replace(same_batch=False), self._held.device
         if batch.parts:
@@ -301,8 +536,8 @@ class PipelineCalls:
 
         def evaluate(microbatches: int) -> tuple[Mapping[str, float], int]:
             brought = first._replace(microbatches=microbatches)
-            call = self.described(Call(Batch(), loss, trains=False), brought)
-            step = self.run(call, brought)
+            call = self._described(Call(Batch(), loss, trains=False), brought)
+            step = self._run(call, brought)
             return step.result.losses, step.agreement.model_call.count
 
         modules = [module for stage in self._held.stages for module in stage.called_modules()]
