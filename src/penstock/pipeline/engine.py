@@ -58,7 +58,7 @@ logger = logging.getLogger("penstock")
 
 
 class CallArguments(NamedTuple):
-    """What a user calls a pipeline with.
+    """The arguments of a user's call of a pipeline.
 
     Attributes:
         args: the model's arguments by position.
@@ -445,7 +445,7 @@ class Engine:
     # ---- after a call
 
     def _result(self, step: StepState, started: float) -> StepResult:
-        """What the user gets of a call that was begun at a time of ``perf_counter``."""
+        """The user's result of a call that began at a time of ``perf_counter``."""
         seconds = perf_counter() - started
         outputs: Any = None
         if step.call.outputs:
