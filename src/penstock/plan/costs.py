@@ -70,7 +70,8 @@ class UnitCost:
         input: the time of I, which computes the gradients of its inputs.
         weight: the time of W, which computes the gradients of its weights.
         backward: the time of B, which computes both.
-        input_once: the part of I that a stage spends once, however many units it has.
+        forward_once: the part of F that a stage spends once, however many units it has.
+        input_once: the same for I.
         weight_once: the same for W.
         backward_once: the same for B.
         spread: half the interquartile range of its times, as a share of their median; 0 if predicted.
@@ -92,6 +93,7 @@ class UnitCost:
     input: float
     weight: float
     backward: float
+    forward_once: float = 0.0
     input_once: float = 0.0
     weight_once: float = 0.0
     backward_once: float = 0.0
@@ -412,9 +414,7 @@ class UnitCosts:
 
     def seconds(self, kind: str, run: range, again: Collection[int] = ()) -> float:
         """The time of an action of a stage's units; what is spent once for all of them counts once."""
-        once = [0.0]
-        if kind != "forward":
-            once = [getattr(self.units[number], f"{kind}_once") for number in run]
+        once: list[float] = [getattr(self.units[number], f"{kind}_once") for number in run]
         recomputes = again if kind in ("input", "backward") else ()
         more = sum([self.units[number].forward for number in run if number in recomputes])
         whole: float = sum([getattr(self.units[number], kind) for number in run])
