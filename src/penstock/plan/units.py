@@ -33,15 +33,8 @@ from penstock.errors import UsageError
 from penstock.partition import CallPlan, partition
 from penstock.partition.alike import filled
 from penstock.partition.base import count_parameters, home_of
-<<<<<<< HEAD
 from penstock.partition.kept import Kept
 from penstock.plan.costs import UnitCost, Units, ValueCost
-=======
-from penstock.partition.doors import opened
-from penstock.partition.kept import Kept
-from penstock.partition.names import left
-from penstock.plan.costs import UnitCost, Units, ValueCost, Work
->>>>>>> main
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.schedule import Edge
 from penstock.stage import StageCall, enter, uncompiled

@@ -27,13 +27,13 @@ MATTERS = 0.02
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank or stage that takes longer than its costs say.
+    """A rank or stage that takes longer than predicted.
 
     Args:
         kind: what it is.
         rank: the rank.
         stages: the stages concerned.
-        factor: how many times as long as its costs say it takes, beside the rest of the step.
+        factor: how many times as long as predicted it takes, relative to the rest of the step.
         seconds: what it costs the step.
         share: the same as a share of the step.
     """
@@ -53,7 +53,7 @@ class Slow:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} takes {self.factor:.2f} times as long as its costs say beside the others, which "
+            f"{self.name} is {self.factor:.2f} times slower than predicted, relative to the rest; this "
             f"costs the step {self.seconds * 1e3:.3g} ms ({self.share:.0%})"
         )
 
@@ -74,10 +74,10 @@ def costs_of(stages: int, timeline: Timeline) -> Costs:
 
 
 def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[Slow, ...]:
-    """Name the ranks and stages that take longer than their costs say, the worst first.
+    """Name the ranks and stages that take longer than predicted, the worst first.
 
-    What all stages have in common, such as a whole machine that is slower, is not reported: each is held
-    against the others.
+    What all stages have in common, such as a whole machine that is slower, is not reported: each is compared
+    with the others.
 
     Args:
         schedule: the schedule of the step, with its messages.
