@@ -54,9 +54,10 @@ _CHANGES = frozenset((*(f"__i{name}__" for name in _OPERATORS), "__setitem__"))
 """Operators that change a tensor in place."""
 _ITSELF = frozenset(
     ("requires_grad_", "detach_", "t_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "resize_",
-     "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "size", "stride", "dim", "numel",
+     "nelement", "ndimension", "is_floating_point", "is_complex", "element_size", "__len__")
 )  # fmt: skip
-"""Methods that change a tensor object, not its numbers."""
+"""Methods that concern a tensor object, not its numbers; they are carried out on it."""
 
 
 Norms = Callable[[float, int, Sequence[str]], Tensor | None]
@@ -262,7 +263,7 @@ def _ran(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: Seque
             raise
         raise absent.refusal(f"{name}()", remedy) from error
     order = _order_of(name, args, kwargs) if absent.norms else None
-    has_dims = _bare(absent).dim() > 0
+    has_dims = absent.dim() > 0
 
     def put(value: Any) -> Any:
         if not isinstance(value, Tensor):
