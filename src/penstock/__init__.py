@@ -1,4 +1,4 @@
-"""Penstock: pipeline parallelism for PyTorch. Any model, any schedule, proven before it runs.
+"""Penstock: pipeline parallelism for PyTorch, with unedited models and any schedule.
 
 Submodules such as :mod:`penstock.schedule` and the names below are imported on first use, so that
 ``import penstock`` is quick, and code that needs no torch does not import it.

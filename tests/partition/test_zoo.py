@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock import Pipeline
 from penstock._engine.values import map_tensors
 from penstock.errors import PartitionError, UsageError
-from penstock.partition import Partition, partition, unit_paths
+from penstock.partition import Partition, partition, unit_calls
 from penstock.schedule import Placement
 from penstock.testing import Case, compare
 from tests.catalogue.making import calls_of, loss_of
@@ -183,7 +183,7 @@ def test_a_call_shows_the_order_of_the_modules() -> None:
     with pytest.raises(PartitionError, match=r"a call shows: give example=\(args, kwargs\)"):
         partition(Backwards().double(), 2)
     order = ["layers.0", "layers.1", "layers.2", "head"]
-    assert unit_paths(Backwards().double(), 2, ((rows(),), {})) == order
+    assert unit_calls(Backwards().double(), 2, ((rows(),), {})) == order
 
 
 class Chained(nn.Module):
@@ -199,7 +199,7 @@ class Chained(nn.Module):
 
 
 def test_a_chain_in_the_way_of_even_stages_is_taken_apart() -> None:
-    paths = unit_paths(Chained().double(), 2, ((rows(),), {}))
+    paths = unit_calls(Chained().double(), 2, ((rows(),), {}))
     assert paths == ["first", "body.0", "body.1", "body.2", "body.3", "last"]
 
 

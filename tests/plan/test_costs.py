@@ -18,14 +18,14 @@ from penstock.plan import (
     UnitCost,
     UnitCosts,
     ValueCost,
-    costs_from,
+    correct,
     cut_of,
     device_called,
     device_named,
     measure,
     predict,
 )
-from penstock.schedule import build, looped, v_shaped
+from penstock.schedule import build, costs_of, looped, v_shaped
 from tests.plan.models import SLOW, Skips, Tower, profile
 
 mse = nn.functional.mse_loss
@@ -203,15 +203,16 @@ def test_a_recorded_step_corrects_costs() -> None:
     before = predict(model, x, target=y, loss_fn=mse, device=SLOW)
     stages = [["blocks.0", "blocks.1"], ["blocks.2", "head"]]
     pipe = Pipeline(model, stages=stages, ranks=2, microbatches=2, loss_fn=mse)
-    step = costs_from(pipe.step(x, target=y, record=True))
-    after = step.correct(before, 4, (0, 2)).at(4).stages((0, 2), looped(2))
+    step = pipe.step(x, target=y, record=True)
+    after, _ = correct(before, step.timeline, pipe.schedule, stages, samples=4)
+    assert step.timeline is not None
+    took, costs = costs_of(2, step.timeline), after.at(4).stages((0, 2), looped(2)).costs
     for kind in ("forward", "backward"):
-        times = [seconds[kind] for seconds in step.seconds]
-        assert getattr(after, kind) == pytest.approx(times)
-    with pytest.raises(UsageError, match="give the cut that ran"):
-        step.correct(before, 4, (0, 1, 2))
+        assert costs.per_stage(kind, 2) == pytest.approx(took.per_stage(kind, 2))
+    with pytest.raises(UsageError, match="do not hold the units of the costs"):
+        correct(before, step.timeline, pipe.schedule, stages[::-1], samples=4)
     with pytest.raises(UsageError, match="record=True"):
-        costs_from(pipe.step(x, target=y))
+        correct(before, pipe.step(x, target=y).timeline, pipe.schedule, stages, samples=4)
 
 
 def test_costs_travel_as_json() -> None:

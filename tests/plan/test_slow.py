@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock import Pipeline, SlowWarning
 from penstock.errors import UsageError
-from penstock.plan import Cluster, costs_from, cut_of, plan_for, search
+from penstock.plan import Cluster, correct, plan_again, plan_for, search
 from penstock.schedule import (
     Costs,
     Schedule,
@@ -24,10 +24,8 @@ from penstock.schedule import (
     build,
     costs_of,
     find_slow,
-    message_times,
     simulate,
 )
-from tests.plan.models import profile
 from tests.plan.test_clusters import chain, cluster
 
 HANDLING = 0.002
@@ -69,7 +67,7 @@ def test_a_slow_rank_is_named(name: str) -> None:
         )
         timeline = step(schedule, took, skew=3.0, noise=0.1)
         (worst,) = find_slow(schedule, costs, timeline)
-        assert (worst.kind, worst.ranks) == ("rank", (slow,))
+        assert (worst.kind, worst.rank) == ("rank", slow)
         assert worst.factor == pytest.approx(2.0, rel=0.15)
         assert f"rank {slow} (stage" in str(worst)
         whole = simulate(schedule, took).makespan - simulate(schedule, costs).makespan
@@ -84,32 +82,12 @@ def test_a_slow_stage_of_a_rank_is_named() -> None:
     assert (worst.kind, worst.stages) == ("stage", (2,))
 
 
-def test_a_slow_link_is_named() -> None:
-    schedule = add_communication(build("1F1B", ranks=4, microbatches=8), ahead=2)
-    costs = Costs(forward=0.1, backward=[0.2] * 4, latency=0.001, unit="s")
-    late = {pair: (0.05, float("inf")) for pair in ((1, 2), (2, 1))}
-    (worst,) = find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0))
-    assert (worst.kind, worst.ranks) == ("link", (1, 2))
-    assert worst.name == "the link between ranks 1 and 2"
-    assert worst.seconds > 0.05
-    # One that takes 2.5 times as long as the others is not.
-    costs = replace(costs, latency=0.02)
-    assert find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0)) == ()
-
-
-def test_messages_are_read_off_a_step() -> None:
+def test_the_costs_of_a_step_are_read_off_it() -> None:
     schedule = add_communication(build("1F1B", ranks=2, microbatches=8), ahead=2)
-    costs = Costs(forward=[0.1, 0.1], backward=[0.2, 0.2], latency=0.01, unit="s")
-    timeline = step(schedule, costs, skew=0.5)
-    times = message_times(schedule, timeline)
-    assert times.handling == pytest.approx(HANDLING)
-    # The value was used that much later than it was made, and both ends handle its message.
-    assert times.delays[0, 1] == pytest.approx(0.01 + HANDLING - 2 * HANDLING)
-    again = costs_of(schedule, timeline)
-    assert again.per_stage("forward", 2) == pytest.approx([0.1, 0.1])
-    assert simulate(schedule, again).makespan == pytest.approx(
-        simulate(schedule, costs).makespan, rel=0.05
-    )
+    costs = Costs(forward=[0.1, 0.3], backward=[0.2, 0.2], latency=0.01, unit="s")
+    again = costs_of(2, step(schedule, costs, skew=0.5))
+    assert again.per_stage("forward", 2) == pytest.approx([0.1, 0.3])
+    assert again.per_stage("weight", 2) == [0, 0]
 
 
 def test_what_a_step_corrects() -> None:
@@ -129,10 +107,8 @@ def test_what_a_step_corrects() -> None:
     )
     schedule = add_communication(before.schedule, ahead=2)
     timeline = simulate(schedule, took).timeline
-    measured = costs_from(timeline, schedule)
-    units = [unit.path for unit in costs.at(1).units]
-    cut = cut_of(units, before.stages)
-    corrected, slower = measured.correct_both(costs, ranks, 1, cut)
+    corrected, slower = correct(costs, timeline, schedule, before.stages, samples=1, cluster=ranks)
+    assert slower is not None
     assert [device.pace for device in slower.devices] == pytest.approx([1.0, 2.0], rel=0.01)
     assert corrected.at(1).units[0].forward == pytest.approx(1.5, rel=0.01)
     after = search(corrected, cluster=slower, pipeline=2, **asked)[0]
@@ -142,12 +118,21 @@ def test_what_a_step_corrects() -> None:
     )
     assert old.seconds == pytest.approx(timeline.makespan, rel=0.02)
     assert old.seconds > 1.25 * after.seconds
-    with pytest.raises(UsageError, match="the schedule of the step too"):
-        costs_from(timeline).correct_both(costs, ranks, 1, cut)
-    with pytest.raises(UsageError, match="give the cut that ran"):
-        measured.correct_both(costs, ranks, 1, (0, 4, 8))
-    assert isinstance(slower, Cluster)
-    assert profile([1.0]).factors == ()
+    one = Cluster(ranks.devices[:1])
+    given: dict[str, Any] = {"stages": before.stages, "samples": 1, "cluster": ranks}
+    for wrong in ({"stages": [*before.stages, ["more"]]}, {"cluster": one}):
+        with pytest.raises(UsageError, match=r"the step had 2 stages on 2 ranks; give the stages="):
+            correct(costs, timeline, schedule, **{**given, **wrong})
+
+
+def test_a_plan_is_made_again_for_ranks_whose_messages_are_those_of_the_profile() -> None:
+    """Also where nobody knows what a second of their device computes."""
+    costs = replace(chain(12), latency=0.5)
+    asked: dict[str, Any] = {"batch": 8, "microbatches": 8, "schedules": "1F1B", "seconds": 0}
+    old = search(costs, ranks=2, pipeline=2, **asked)[0]
+    again = plan_again(costs, old, old.timeline, schedules="1F1B", seconds=0)
+    assert again.gain == pytest.approx(1.0)
+    assert again.old.seconds == pytest.approx(old.seconds)
 
 
 class Clock:

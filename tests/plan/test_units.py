@@ -120,7 +120,8 @@ class Again(nn.Module):
 def test_all_calls_of_a_unit_count(measured: bool) -> None:
     enter, block, _ = costs_of(Again(), torch.ones(4, 4), measured=measured).units
     assert block.flops == 3 * enter.flops
-    assert block.stash == 3 * enter.stash
+    # The batch is there anyway; what comes from another call lies there until W.
+    assert block.stash == 3 * (enter.stash + 4 * 4 * 4)
     assert block.forward > 1.5 * enter.forward
 
 
@@ -153,6 +154,52 @@ def test_what_cannot_be_measured_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=gist):
             costs_of(model, torch.ones(3, 4), measured=False)
+
+
+class Tied(nn.Module):
+    """Uses the weight of a module that it never calls, as encoder-decoders use that of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
+        self.first.weight, self.first.bias = self.shared.weight, self.shared.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        second: Tensor = self.second(self.first(x))
+        return second
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_unit_that_is_not_called_costs_nothing_if_its_weights_are_anothers(
+    measured: bool,
+) -> None:
+    costs = {u.path: u for u in costs_of(Tied(), torch.ones(3, 4), measured=measured).units}
+    assert costs["shared"].flops == costs["shared"].held == 0
+    assert costs["first"].flops == 2 * 3 * 4 * 4
+
+
+class Routes(nn.Module):
+    """Sends rows to the expert that a number of each row names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, result = self.gate(x), x
+        for index, expert in enumerate(self.experts):
+            rows = (weights.argmax(-1) == index).nonzero()[:, 0]
+            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+        return result
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_module_whose_code_decides_by_numbers_is_one_unit(measured: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Routes(), nn.Linear(4, 4))
+    costs = costs_of(model, torch.ones(3, 4), measured=measured)
+    assert [unit.path for unit in costs.units] == ["0", "1", "2"]
+    assert all(unit.forward > 0 and unit.backward > 0 for unit in costs.units)
 
 
 class Counts(nn.Linear):

@@ -9,7 +9,7 @@ from penstock.partition.base import (
     find_shared_between,
     named_tensors,
 )
-from penstock.partition.cutting import Cutting, explained, partition, unit_paths
+from penstock.partition.cutting import Cutting, explained, partition, unit_calls
 from penstock.partition.doors import Door
 from penstock.partition.draws import randomness
 from penstock.partition.planning import CallPlan
@@ -29,5 +29,5 @@ __all__ = [
     "named_tensors",
     "partition",
     "randomness",
-    "unit_paths",
+    "unit_calls",
 ]

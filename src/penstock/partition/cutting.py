@@ -260,7 +260,7 @@ class Cutting:
         if homes is None:
             raise self._too_few(len(order.again(self.count)))
         whole: set[str] = set()
-        while deciding := self._deciding(homes) - whole:
+        while deciding := self._deciding(homes, self.count) - whole:
             whole |= deciding
             draft = self._draft
             coarser = self.order(call, whole).even(self.count, self._placement, self._room)
@@ -271,10 +271,22 @@ class Cutting:
             homes = coarser
         return homes
 
-    def _deciding(self, homes: Homes) -> set[str]:
+    def calls(self, call: Example) -> list[str]:
+        """The units in the order of their calls, as :func:`unit_calls` returns them."""
+        whole: set[str] = set()
+        while True:
+            paths = [item.path for item in self.order(call, whole).items]
+            deciding = (
+                self._deciding(self._homes_of([[path] for path in paths]), len(paths)) - whole
+            )
+            if not deciding:
+                return paths
+            whole |= deciding
+
+    def _deciding(self, homes: Homes, stages: int) -> set[str]:
         """The modules with units inside, whose code needs numbers that not all later stages have."""
         assert self._draft is not None
-        early = deciding_early(lines_of(self._draft.score), homes, self.count)
+        early = deciding_early(lines_of(self._draft.score), homes, stages)
         return {_holder(line.module, homes) for line in early} - {""}
 
     def _too_few(self, most: int) -> PartitionError:
@@ -436,8 +448,8 @@ def _check_example(example: Any) -> None:
     )
 
 
-def unit_paths(model: nn.Module, stages: int, example: Example) -> list[str]:
-    """The modules that are placed for a number of stages, in the order of their calls.
+def unit_calls(model: nn.Module, stages: int, example: Example) -> list[str]:
+    """The calls of the modules that are placed for a number of stages.
 
     Args:
         model: any module.
@@ -445,11 +457,12 @@ def unit_paths(model: nn.Module, stages: int, example: Example) -> list[str]:
         example: arguments for one microbatch.
 
     Returns:
-        Their paths; a run of them for each stage is a ``stages=`` of :func:`partition`.
+        The module's path for each call, in order, and once for a module that the example does not call. With
+        ``[path]`` for each stage they are a ``stages=`` of :func:`partition`; so is a run of the different
+        ones for each stage.
     """
     with explained(model):
-        order = Cutting(model, stages, example=example).order(example)
-    return [item.path for item in order.once()]
+        return Cutting(model, stages, example=example).calls(example)
 
 
 def _with_weights(model: nn.Module, homes: Homes) -> Homes:

@@ -71,7 +71,7 @@ class Slowness:
         if costs is None and self._runner.job.steps < WARM:
             return ()
         if costs is None:
-            self._first[key] = costs_of(schedule, timeline)
+            self._first[key] = costs_of(schedule.stages, timeline)
             return ()
         latest = self._latest.setdefault(key, deque(maxlen=TOGETHER))
         latest.append(timeline)

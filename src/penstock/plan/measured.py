@@ -2,154 +2,107 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import median, median_low
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.plan.choice import Plan, seconds_as_text, with_messages
-from penstock.plan.cluster import Cluster, Link
-from penstock.plan.costs import KINDS, Cut, Profile, StageCosts, cut_of, runs_of
+from penstock.plan.choice import Plan, seconds_as_text
+from penstock.plan.cluster import Cluster
+from penstock.plan.costs import KINDS, Profile, cut_of, runs_of
 from penstock.plan.devices import Device
 from penstock.plan.ranks import units_on
 from penstock.plan.searching import Plans, plan_for, search
-from penstock.schedule import MessageTimes, Placement, Schedule, Timeline, message_times
+from penstock.schedule import Placement, Schedule, Timeline, costs_of
 from penstock.schedule.comparing import SLOWER
 
 
-@dataclass(frozen=True)
-class MeasuredStages:
-    """How long the actions and messages of a recorded step took.
+def correct(
+    profile: Profile,
+    timeline: Timeline | None,
+    schedule: Schedule,
+    stages: Sequence[Sequence[str]],
+    *,
+    samples: int,
+    cluster: Cluster | None = None,
+) -> tuple[Profile, Cluster | None]:
+    """Correct the costs of a model by what the actions of a recorded step took.
+
+    Each unit's times, for every size of microbatch, are scaled by the measured ratio of its stage. With a
+    cluster, what all stages of a rank take longer than those of other ranks is the rank's.
 
     Args:
-        seconds: the median times of each stage, by ``forward``, ``input``, ``weight`` and ``backward``.
-        messages: what messages took, if the schedule of the step is known.
-        placement: which rank held which stage, likewise.
+        profile: the costs so far.
+        timeline: the recorded step: ``result.timeline`` of ``pipe.step(..., record=True)``.
+        schedule: the schedule of the step: ``pipe.schedule``.
+        stages: for each stage the paths of its modules.
+        samples: the number of samples in a microbatch of the step.
+        cluster: the ranks that it ran on, with what is known of them.
+
+    Returns:
+        The costs, and the ranks if they were given, as the step has shown them.
+
+    Raises:
+        UsageError: the step was not recorded, or had other stages or more ranks than these.
     """
-
-    seconds: tuple[Mapping[str, float], ...]
-    messages: MessageTimes | None = None
-    placement: Placement | None = None
-
-    def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
-        """Correct the costs of every size.
-
-        Each unit's times are scaled by the measured ratio of its stage. If the schedule is known, messages
-        take what they took.
-
-        Args:
-            profile: the costs so far.
-            samples: the number of samples in a microbatch of the step.
-            cut: the units that the step's stages started with.
-
-        Raises:
-            UsageError: the cut has another number of stages than the step.
-        """
-        return self._corrected(profile, self._ratios(profile, samples, cut), cut, {})
-
-    def correct_both(
-        self, profile: Profile, cluster: Cluster, samples: int, cut: Cut
-    ) -> tuple[Profile, Cluster]:
-        """Correct the costs of the units, and those of the ranks and links.
-
-        What all stages of a rank take longer than those of other ranks is the rank's, and all else the
-        units'.
-
-        Args:
-            profile: the costs so far.
-            cluster: the ranks so far.
-            samples: the number of samples in a microbatch of the step.
-            cut: the units that the step's stages started with.
-
-        Raises:
-            UsageError: the step was read without its schedule, or had other stages or ranks.
-        """
-        if self.messages is None or self.placement is None or len(cluster) < self.placement.ranks:
-            raise UsageError(
-                "give costs_from the schedule of the step too, and the cluster that it ran on"
-            )
-        ratios = self._ratios(profile, samples, cut, cluster)
-        pace = self._paces(ratios)
-        devices = tuple(
-            device.slower(pace.get(rank, 1.0)) for rank, device in enumerate(cluster.devices)
+    if timeline is None:
+        raise UsageError("the step was not recorded; make it with pipe.step(..., record=True)")
+    placement = schedule.placement
+    if len(stages) != placement.stages or (cluster is not None and len(cluster) < placement.ranks):
+        raise UsageError(
+            f"the step had {placement.stages} stages on {placement.ranks} ranks; give the stages= that ran, "
+            "and the cluster that they ran on"
         )
-        links = {(link.source, link.target): link for link in cluster.links}
-        for (source, target), delay in self.messages.delays.items():
-            link = links.get((source, target))
-            link = link or Link(source, target, delay, cluster.wire(source, target)[1])
-            links[source, target] = replace(link, latency=delay)
-        handling = self.messages.handling
-        other = replace(
-            cluster, devices=devices, links=tuple(links.values()), handling=handling, copying=0.0
-        )
-        return self._corrected(profile, ratios, cut, pace), other
-
-    @cached_property
-    def _places(self) -> Placement:
-        """Which rank held which stage; if that is not known, each its own."""
-        return self.placement or Placement(tuple(range(len(self.seconds))))
-
-    def _paces(self, ratios: list[dict[str, float]]) -> dict[int, float]:
-        """By how much ranks are slower or faster than most, if that is more than chance."""
-        each = {
-            rank: median(r for s in self._places.stages_on(rank) for r in ratios[s].values())
-            for rank in range(self._places.ranks)
+    units = units_on(profile, samples, placement.ranks, cluster)
+    cut = cut_of([unit.path for unit in units[0].units], stages)
+    expected = units[0].stages(cut, placement, on=units).costs
+    took = costs_of(len(stages), timeline)
+    ratios = [
+        _ratios(*(
+            {kind: costs.per_stage(kind, len(stages))[stage] for kind in KINDS.values()}
+            for costs in (took, expected)
+        ))
+        for stage in range(len(stages))
+    ]  # fmt: skip
+    paces = {} if cluster is None else _paces(ratios, placement)
+    before = profile.factors or ({},) * len(units[0].units)
+    factors = tuple(
+        {
+            kind: before[unit].get(kind, 1.0) * ratio / paces.get(placement.rank_of[stage], 1.0)
+            for kind, ratio in ratios[stage].items()
         }
-        usual = median_low(each.values())
-        return {
-            rank: ratio / usual
-            for rank, ratio in each.items()
-            if not 1 / SLOWER < ratio / usual < SLOWER
-        }
+        for stage, run in enumerate(runs_of(cut, len(units[0].units)))
+        for unit in run
+    )
+    if cluster is not None:
+        slower = enumerate(cluster.devices)
+        devices = tuple(device.slower(paces.get(rank, 1.0)) for rank, device in slower)
+        cluster = replace(cluster, devices=devices)
+    return replace(profile, factors=factors), cluster
 
-    def _corrected(
-        self,
-        profile: Profile,
-        ratios: list[dict[str, float]],
-        cut: Cut,
-        paces: Mapping[int, float],
-    ) -> Profile:
-        units = len(next(iter(profile.known.values())).units)
-        before = profile.factors or ({},) * units
-        factors = tuple(
-            {
-                kind: before[unit].get(kind, 1.0)
-                * ratio
-                / paces.get(self._places.rank_of[stage], 1.0)
-                for kind, ratio in ratios[stage].items()
-            }
-            for stage, run in enumerate(runs_of(cut, units))
-            for unit in run
-        )
-        if self.messages is None:
-            return replace(profile, factors=factors)
-        latency = median(self.messages.delays.values()) if self.messages.delays else profile.latency
-        handling = self.messages.handling
-        return replace(profile, factors=factors, handling=handling, latency=latency)
 
-    def _ratios(
-        self, profile: Profile, samples: int, cut: Cut, cluster: Cluster | None = None
-    ) -> list[dict[str, float]]:
-        """For each stage, the measured over the expected times of actions, by name."""
-        if len(cut) != len(self.seconds):
-            raise UsageError(
-                f"the step had {len(self.seconds)} stages and the cut has {len(cut)}; give the cut that ran"
-            )
-        units = units_on(profile, samples, self._places.ranks, cluster)
-        stages = units[0].stages(cut, self._places, on=units)
-        return [
-            {kind: self._ratio(stages, stage, kind) for kind in KINDS.values()}
-            for stage in range(len(cut))
-        ]
+def _ratios(took: Mapping[str, float], expected: Mapping[str, float]) -> dict[str, float]:
+    """The measured over the expected times of a stage's actions; of all, for one that did not run."""
+    ran = [kind for kind, seconds in took.items() if seconds]
 
-    def _ratio(self, stages: StageCosts, stage: int, kind: str) -> float:
-        """The measured over the expected time; for a kind that did not run, from all that did."""
-        measured = self.seconds[stage]
-        kinds = [kind] if kind in measured else list(measured)
-        expected = sum(getattr(stages, each)[stage] for each in kinds)
-        return sum(measured[each] for each in kinds) / expected if expected else 1.0
+    def ratio(kinds: Sequence[str]) -> float:
+        should = sum(expected[kind] for kind in kinds)
+        return sum(took[kind] for kind in kinds) / should if should else 1.0
+
+    return {kind: ratio([kind] if kind in ran else ran) for kind in took}
+
+
+def _paces(ratios: Sequence[Mapping[str, float]], placement: Placement) -> dict[int, float]:
+    """By how much ranks are slower or faster than most, if that is more than chance."""
+    each = {
+        rank: median(r for stage in placement.stages_on(rank) for r in ratios[stage].values())
+        for rank in range(placement.ranks)
+    }
+    usual = median_low(each.values())
+    paces = {rank: ratio / usual for rank, ratio in each.items()}
+    return {rank: pace for rank, pace in paces.items() if not 1 / SLOWER < pace < SLOWER}
 
 
 @dataclass(frozen=True)
@@ -193,7 +146,7 @@ def _ends(paths: Sequence[str]) -> list[str]:
 def plan_again(
     profile: Profile, old: Plan, timeline: Timeline, cluster: Cluster | None = None, **asked: Any
 ) -> Replanned:
-    """Plan again, by what a recorded step of a plan has shown of its units, ranks and links.
+    """Plan again, by what a recorded step of a plan has shown of its units and ranks.
 
     Args:
         profile: the costs of the units.
@@ -205,13 +158,12 @@ def plan_again(
     Raises:
         UsageError: the plan is not for this model, or for more ranks than there are.
     """
-    if cluster is None:
-        alike = Device(profile.device, {"float32": 1.0}, profile.memory, 1.0, pace=1.0, alone=1.0)
-        cluster = Cluster((alike,) * old.ranks, ("here",) * old.ranks)
     samples = old.shape.samples
-    units = [unit.path for unit in profile.at(samples).units]
-    measured = costs_from(timeline, with_messages(old.schedule))
-    corrected, seen = measured.correct_both(profile, cluster, samples, cut_of(units, old.stages))
+    corrected, seen = correct(
+        profile, timeline, old.schedule, old.stages, samples=samples,
+        cluster=cluster or _alike(profile, old.ranks),
+    )  # fmt: skip
+    assert seen is not None
     batch = asked.pop("batch", old.microbatches * samples * old.replicas)
     default = {"pipeline": old.ranks, "microbatches": old.microbatches}
     plans = search(corrected, cluster=seen, batch=batch, **{**default, **asked})
@@ -221,26 +173,19 @@ def plan_again(
     return Replanned(replace(again, shape=old.shape), plans, seen)
 
 
-def costs_from(result: Any, schedule: Schedule | None = None) -> MeasuredStages:
-    """Read costs from a recorded step.
-
-    Args:
-        result: the result of ``pipe.step(..., record=True)``, or its timeline.
-        schedule: the schedule of the step, such as ``pipe.schedule``, to read what messages took too, if
-            each rank was a process.
-
-    Raises:
-        UsageError: the step was not recorded.
-    """
-    timeline = result if isinstance(result, Timeline) else result.timeline
-    if timeline is None:
-        raise UsageError("the step was not recorded; make it with pipe.step(..., record=True)")
-    times: dict[int, dict[str, list[float]]] = {}
-    for span in timeline.spans:
-        if span.action.op in KINDS:
-            kinds = times.setdefault(span.action.stage, {})
-            kinds.setdefault(KINDS[span.action.op], []).append(span.duration)
-    seconds = ({kind: median(each) for kind, each in times[s].items()} for s in sorted(times))
-    if schedule is None:
-        return MeasuredStages(tuple(seconds))
-    return MeasuredStages(tuple(seconds), message_times(schedule, timeline), schedule.placement)
+def _alike(profile: Profile, ranks: int) -> Cluster:
+    """Ranks that have the device and the messages of a profile, whatever that computes in a second."""
+    device = Device(
+        profile.device,
+        {"float32": 1.0},
+        profile.memory,
+        1.0,
+        node=profile.node or sys.maxsize,
+        link_latency=profile.latency,
+        link_bandwidth=profile.bandwidth,
+        network_latency=profile.network[0],
+        network_bandwidth=profile.network[1],
+        pace=1.0,
+        alone=1.0,
+    )
+    return Cluster((device,) * ranks, handling=profile.handling)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from penstock._engine.devices import is_accelerator, memory_of, name_of
 from penstock._engine.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
 from penstock.errors import InputFileError, UsageError
-from penstock.partition import unit_paths
+from penstock.partition import unit_calls
 from penstock.plan.candidates import whole
 from penstock.plan.costs import Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
@@ -164,7 +164,7 @@ class _UnitCoster:
             self._loss = lambda output, _: loss_fn(output)
         self._device, self._repeats = device, repeats
         with random_states_kept(model):
-            self._paths = unit_paths(model, stages, (args, kwargs))
+            self._calls = unit_calls(model, stages, (args, kwargs))
         sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
         self._batch = sizes[0] if sizes else 1
         self._units = cache(self._units_of)
@@ -186,7 +186,7 @@ class _UnitCoster:
                 if part.samples == samples:
                     wanted = parts.targets[place] if parts.targets is not None else None
                     return measure_units(
-                        self._model, self._paths, part.args, part.kwargs,
+                        self._model, self._calls, part.args, part.kwargs,
                         target=wanted, loss=self._loss, repeats=self._repeats,
                     )  # fmt: skip
         raise UsageError(

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from penstock.schedule.base import looped as looped
     from penstock.schedule.base import v_shaped as v_shaped
     from penstock.schedule.clock import Costs as Costs
-    from penstock.schedule.comparing import MessageTimes as MessageTimes
     from penstock.schedule.comparing import Slow as Slow
     from penstock.schedule.comparing import costs_of as costs_of
     from penstock.schedule.comparing import find_slow as find_slow
-    from penstock.schedule.comparing import message_times as message_times
     from penstock.schedule.dependencies import Dependencies as Dependencies
     from penstock.schedule.drawing import Picture as Picture
     from penstock.schedule.drawing import draw_svg as draw_svg
