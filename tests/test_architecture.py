@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import subprocess
 import sys
@@ -340,23 +339,6 @@ def test_private_modules_are_used_in_their_own_package() -> None:
 # ---- names
 
 
-def torch_names() -> set[str]:
-    """Names that torch's pipelining gives to its modules, classes and their members."""
-    package = import_module("torch.distributed.pipelining")
-    parts = ("_backward", "_IR", "_utils", "microbatch", "schedules", "stage")
-    modules = [package, *(import_module(f"{package.__name__}.{part}") for part in parts)]
-    classes = [value for m in modules for value in vars(m).values() if isinstance(value, type)]
-    return {name for owner in (*modules, *classes) for name in vars(owner)}
-
-
-def torch_attributes() -> set[str]:
-    """Underscore names of its modules, and of what its objects hold."""
-    package = import_module("torch.distributed.pipelining")
-    parts = ("schedules", "stage", "_IR")
-    sources = [inspect.getsource(import_module(f"{package.__name__}.{part}")) for part in parts]
-    return {"_schedule_visualizer", *re.findall(r"\bself\.(_\w+)", "".join(sources))}
-
-
 MAY_BE_PRIVATE = re.compile(
     r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!\btorch)\._[A-Za-z]"
     r"|^ *_[A-Za-z]\w*,$|\bimport .*\b_[A-Za-z]|etattr\(.*\"_",
@@ -384,29 +366,26 @@ def private_names(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}"
 
 
-def own_private_names() -> set[str]:
-    """The underscore names that the library defines: functions, classes, variables and attributes."""
+def own_private_names(offered: bool) -> set[str]:
+    """The underscore names of penstock.pipelining, which offers them as torch does, or of all else."""
     names: set[str] = set()
     for path in FILES:
+        if (part_of(module_of(path)) == "pipelining") is not offered:
+            continue
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif offered and isinstance(node, ast.alias):
+                names.add(node.asname or node.name)
     return {name for name in names if name.startswith("_")}
 
 
 def test_tests_speak_the_public_language() -> None:
-    """Underscore names that torch has too are part of what penstock.pipelining offers."""
+    public = own_private_names(offered=True) | {*dir(torch.nn.Module()), *dir(torch.Tensor)}
     # A notebook asks for the last of them.
-    public = {
-        *torch_names(),
-        *torch_attributes(),
-        *dir(torch.nn.Module()),
-        *dir(torch.Tensor),
-        "_repr_svg_",
-    }
-    private = own_private_names() - public
+    private = own_private_names(offered=False) - public - {"_repr_svg_"}
     tests = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "campaigns").rglob("*.py")]
     lines = [line for path in tests for line in private_names(path)]
     assert [line for line in lines if line.rpartition(" ")[2] in private] == []
