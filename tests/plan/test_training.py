@@ -15,7 +15,7 @@ from penstock import Loss, Pipeline, train
 from penstock.cli.main import main
 from penstock.cli.plan import size_from
 from penstock.errors import ConfigError, InputFileError, PartitionError, UsageError
-from penstock.plan import Plan
+from penstock.plan import Plan, predict_hf
 from tests.plan.models import Tower, unimproved
 
 Capture = pytest.CaptureFixture[str]
@@ -132,6 +132,12 @@ def test_the_command_plans_a_model_of_transformers(tmp_path: Path, capsys: Captu
         shown = capsys.readouterr().err
         assert "not the config of a causal language model" in shown
         assert shown.count("\n") == 1
+
+
+def test_a_model_of_transformers_that_takes_any_number_of_tokens(tmp_path: Path) -> None:
+    shape = {"model_type": "xlnet", "d_model": 8, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert predict_hf(tmp_path / "config.json", batch=2, device="h100").tokens == 4096
 
 
 HF = ["--hf", "nowhere.json", "--ranks=2", "--batch=2"]

@@ -101,6 +101,13 @@ def test_the_ranks_follow_from_the_world_size(monkeypatch: pytest.MonkeyPatch) -
     assert ranks_of(TrainConfig(replicas=2)) == 2
 
 
+def test_a_plan_decides_the_microbatches() -> None:
+    """So those of the defaults need not fit the batch."""
+    assert resolve({"plan": "plan.json", "batch": 4}).plan == "plan.json"
+    with pytest.raises(ConfigError, match="microbatches=8 of batch=4"):
+        resolve({"plan": "auto", "batch": 4})
+
+
 def test_a_config_survives_its_file(tmp_path: Path) -> None:
     config = TrainConfig(data='say "\\ö\n\x7f\x1b😀', learning_rate=1e-5, ranks=2, out="somewhere")
     again = resolve({}, write(tmp_path, to_toml(config)))

@@ -132,7 +132,12 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     asked: dict[str, Any] = {"schedules": schedule or None, "keep": keep, "seconds": seconds}
     asked |= {"memory": limit, "microbatches": microbatches, "recompute": recompute}
     if config is not None:
-        flags = {"ranks": count, "batch": batch, "sequence": sequence}
+        flags = {
+            "ranks": count,
+            "batch": batch,
+            "sequence": sequence,
+            "microbatches": microbatches,
+        }
         chosen = {name: value for name, value in flags.items() if value is not None}
         settings = train.resolve(chosen, config)
         profile = partial(train.profile_of, settings, described)

@@ -237,8 +237,10 @@ def predict_hf(
     for name, number in (("batch", batch), ("sequence", 1 if sequence is None else sequence)):
         whole(name, number, most=LARGEST)
     model = _causal_model(Path(config))
-    longest = getattr(model.config, "max_position_embeddings", LONGEST)
-    sequence = sequence or min(LONGEST, longest)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if sequence is None:
+        # XLNet's is -1: it takes any number.
+        sequence = min(LONGEST, longest) if isinstance(longest, int) and longest > 0 else LONGEST
     tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     profile = predict(
         model.to(DTYPES[dtype]),

@@ -1,23 +1,38 @@
-"""The report: one self-contained HTML file with the table, and each plan's timelines, memory and cut."""
+"""The report: one HTML file with the table of plans, and each plan's steps, memory and cut."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from html import escape
 
-from penstock.plan.choice import COLUMNS, Plan, row_of
+from penstock._engine.values import bytes_as_text
+from penstock.plan.choice import COLUMNS, Order, Plan, row_of, seconds_as_text
 from penstock.plan.costs import Profile, UnitCost
-from penstock.schedule import Action, Op, Span, Timeline
-from penstock.schedule.drawing import COLOURS, NAMES
+from penstock.schedule import Op, Timeline, draw_svg
+from penstock.schedule.drawing import COLOURS
 
-TEMPLATE = Path(__file__).with_name("report.html")
-MOST_SPANS = 60_000
+MOST_BOXES = 20_000
 """The most actions that are drawn; if that is not enough for all plans, only the first have pictures."""
-HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between I and W")
-"""The contents of a rank's memory, from the bottom of the picture up."""
+WIDTH, ROW = 900, 60
+"""The size of the picture of a rank's memory."""
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1.2rem; font: 15px/1.45 system-ui, sans-serif; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: .88rem; }}
+th, td {{ padding: .3rem .6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #8886; }}
+summary {{ font-size: 1.1rem; margin: 1rem 0 .5rem; cursor: pointer; }}
+</style>
+<h1>{title}</h1>
+<p>{note}</p>
+{body}
+</html>
+"""
 
 
 def report_of(
@@ -28,7 +43,7 @@ def report_of(
     note: str = "",
     measured: Timeline | None = None,
 ) -> str:
-    """The report as the text of an HTML file that needs no other file and no network.
+    """The report as the text of an HTML file that needs no other file, no script and no network.
 
     Args:
         plans: the plans, the fastest first.
@@ -37,146 +52,110 @@ def report_of(
         note: a sentence below the heading.
         measured: a step that ran the first plan, to show next to its simulation.
     """
-    data = {
-        "title": title,
-        "note": note,
-        "head": COLUMNS,
-        "colours": {op.value: colour for op, colour in COLOURS.items()},
-        "names": {op.value: name for op, name in NAMES.items()},
-        "held": HELD,
-        "plans": list(_plans(list(plans), profile, measured)),
-    }
-    # "</" would end the script element that holds the data, even inside a string.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
-
-
-def _plans(
-    plans: Sequence[Plan], profile: Profile | None, measured: Timeline | None
-) -> Iterator[dict[str, Any]]:
-    left = MOST_SPANS
+    plans = list(plans)
+    rows = [[str(n), *row_of(plan, plans[0])] for n, plan in enumerate(plans, 1)]
+    parts = [_table(["#", *COLUMNS], rows)]
+    left = MOST_BOXES
     for number, plan in enumerate(plans):
         left -= sum(map(len, plan.schedule.programs))
-        units = profile.at(plan.shape.samples).units if profile is not None else ()
-        timelines = []
-        if left >= 0 or number == 0:
-            timelines.append(_simulated(plan))
-        if measured is not None and number == 0:
-            timelines.append(_measured(plan, measured))
-        yield {
-            "row": row_of(plan, plans[0]),
-            "limit": plan.limit,
-            "cut": list(_cut(plan, units)),
-            "timelines": timelines,
-        }
-
-
-def _simulated(plan: Plan) -> dict[str, Any]:
-    ran = plan.simulation
-    gaps = [
-        [(gap.start, gap.end, gap.action, gap.waits_for) for gap in ran.gaps(rank)]
-        for rank in range(plan.ranks)
-    ]
-    return _timeline("simulated", plan, ran.timeline, gaps)
-
-
-def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """A measured step. A recording lacks the reasons for gaps, so they are taken from the simulation."""
-    ran = plan.simulation
-    waits = {gap.action: gap.waits_for for rank in range(plan.ranks) for gap in ran.gaps(rank)}
-    gaps = [
-        [
-            (a.end, b.start, b.action, waits.get(b.action))
-            for a, b in pairwise(_computing(timeline, rank))
-            if b.start > a.end
+        parts += [
+            f"<details{' open' if number == 0 else ''}>"
+            f"<summary>Plan {number + 1}: {escape(plan.shape.schedule)}</summary>",
+            *(
+                _pictures(plan, measured if number == 0 else None)
+                if not number or left >= 0
+                else ()
+            ),
+            _cut(plan, profile),
+            "</details>",
         ]
-        for rank in range(timeline.ranks)
+    return _PAGE.format(title=escape(title), note=escape(note), body="\n".join(parts))
+
+
+def _pictures(plan: Plan, measured: Timeline | None) -> Iterator[str]:
+    ran = plan.simulation
+    gaps = [gap for rank in range(plan.ranks) for gap in ran.gaps(rank)]
+    yield _wide(draw_svg(ran.timeline, title="simulated", gaps=gaps))
+    if measured is not None:
+        yield _wide(draw_svg(measured, title="measured"))
+    yield "<h2>Memory over time</h2>"
+    yield _wide(_memory(plan))
+
+
+def _memory(plan: Plan) -> str:
+    """What each rank holds while it computes, as an SVG document."""
+    length, highest = plan.timeline.makespan or 1.0, max(*plan.memory, plan.limit, 1.0)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{ROW * plan.ranks}" '
+        'font-size="12" role="img">'
     ]
-    return _timeline("measured", plan, timeline, gaps)
+    for rank, sizes in enumerate(Order(plan.schedule).held(plan.stage_costs)):
+        spans = [span for span in plan.timeline.of_rank(rank) if span.action.op in COLOURS]
+        base, scale = ROW * (rank + 1) - 4, (ROW - 22) / highest
+
+        def y(size: float, base: float = base, scale: float = scale) -> str:
+            return f"{base - size * scale:.1f}"
+
+        corners = [
+            f"{WIDTH * when / length:.1f},{y(size)}"
+            for span, size in zip(spans, sizes, strict=True)
+            for when in (span.start, span.end)
+        ]
+        static = plan.stage_costs.static_on(plan.schedule.placement, rank)
+        told = f"rank {rank}: at most {bytes_as_text(plan.memory[rank])}"
+        parts += [
+            f"<g><title>{told}</title>",
+            f'<polygon points="0,{base} {" ".join(corners)} {WIDTH},{base}" fill="{COLOURS[Op.F]}"/>',
+            f'<rect width="{WIDTH}" y="{y(static)}" height="{static * scale:.1f}" fill="#7f8c9b"/>',
+            f'<text y="{base - ROW + 16}" fill="currentColor">{told}, of which weights, gradients and '
+            f"optimizer states {bytes_as_text(static)}</text>",
+            f'<path d="M0 {y(plan.limit)}H{WIDTH}" stroke="#b3261e"/></g>'
+            if plan.limit
+            else "</g>",
+        ]
+    return "\n".join([*parts, "</svg>"])
 
 
-def _computing(timeline: Timeline, rank: int) -> list[Span]:
-    return [span for span in timeline.of_rank(rank) if span.action.op in COLOURS]
-
-
-def _timeline(
-    label: str,
-    plan: Plan,
-    timeline: Timeline,
-    gaps: Sequence[Sequence[tuple[float, float, Action, Action | None]]],
-) -> dict[str, Any]:
-    """A step as the page draws it; times count from its start."""
-    origin = timeline.start
-    ranks = [_computing(timeline, rank) for rank in range(timeline.ranks)]
-    return {
-        "label": label,
-        "seconds": timeline.makespan,
-        "spans": [[_span(span, origin) for span in spans] for spans in ranks],
-        "gaps": [
-            [
-                [_short(a - origin), _short(b - origin), str(action), awaited(cause)]
-                for a, b, action, cause in of_rank
-            ]
-            for of_rank in gaps
-        ],
-        "memory": [_memory(plan, rank, spans, origin) for rank, spans in enumerate(ranks)],
-    }
-
-
-def awaited(action: Action | None) -> str:
-    """The action that a rank waits for, in words."""
-    if action is None:
-        return ""
-    _, op, microbatch, _ = action
-    if op is Op.RECV_F:
-        return f"what {action.peer_stage}F{microbatch} sends"
-    if op is Op.RECV_B:
-        return f"the gradient of microbatch {microbatch} from stage {action.peer_stage}"
-    return str(action)
-
-
-def _span(span: Span, origin: float) -> list[Any]:
-    stage, op, microbatch, _ = span.action
-    return [op.value, stage, microbatch, _short(span.start - origin), _short(span.end - origin)]
-
-
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.7g}")
-
-
-def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict[str, Any]:
-    """What a rank holds all the time, and what it holds from each moment on."""
-    costs, placement = plan.stage_costs, plan.schedule.placement
-    mine = placement.stages_on(rank)
-    fixed = [sum(costs.kinds[stage][kind] for stage in mine) for kind in HELD[:3]]
-    fixed.append(sum(map(costs.messages, mine)))
-    activation, stash = costs.activation, costs.stash
-    held, left = 0.0, 0.0
-    steps: list[tuple[float, float, float]] = []
-    for span in spans:
-        op, stage = span.action.op, span.action.stage
-        if op is Op.F:
-            held += activation[stage]
-        elif op in (Op.I, Op.B):
-            held -= activation[stage]
-        left += {Op.I: stash[stage], Op.W: -stash[stage]}.get(op, 0.0)
-        when = span.start if op is Op.F else span.end
-        steps.append((_short(when - origin), round(max(held, 0.0)), round(max(left, 0.0))))
-    return {"fixed": [round(size) for size in fixed], "steps": steps}
-
-
-def _cut(plan: Plan, units: Sequence[UnitCost]) -> Iterator[dict[str, Any]]:
+def _cut(plan: Plan, profile: Profile | None) -> str:
+    """The modules of each stage, with their costs if they are known."""
+    units = profile.at(plan.shape.samples).units if profile is not None else ()
     known = {unit.path: unit for unit in units}
-    costs = {"weights": "parameters"} | {
-        name: name for name in ("forward", "backward", "spread", "held", "stash")
-    }
-    for stage, paths in enumerate(plan.stages):
-        yield {
-            "stage": stage,
-            "rank": plan.schedule.placement.rank_of[stage],
-            "units": [
-                {"path": path, "again": path in plan.recompute}
-                | {name: getattr(known.get(path), of, None) for name, of in costs.items()}
-                for path in paths
-            ],
-        }
+    head = ["stage", "rank", "module", "recomputed"]
+    head += ["forward", "backward", "spread", "held", "I to W", "weights"] if known else []
+    rows = [
+        [
+            str(stage),
+            str(rank),
+            path,
+            "yes" if path in plan.recompute else "",
+            *_costs(known.get(path)),
+        ]
+        for stage, (rank, paths) in enumerate(
+            zip(plan.schedule.placement.rank_of, plan.stages, strict=True)
+        )
+        for path in paths
+    ]
+    return "<h2>The cut</h2>" + _table(head, rows)
+
+
+def _costs(unit: UnitCost | None) -> list[str]:
+    if unit is None:
+        return []
+    times = [seconds_as_text(unit.forward), seconds_as_text(unit.backward), f"{unit.spread:.1%}"]
+    return times + [bytes_as_text(size) for size in (unit.held, unit.stash, unit.parameters)]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [("th", head), *(("td", row) for row in rows)]
+    return _wide(
+        "<table>"
+        + "\n".join(
+            "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            for tag, cells in lines
+        )
+        + "</table>"
+    )
+
+
+def _wide(content: str) -> str:
+    return f'<div class="wide">{content}</div>'

@@ -27,13 +27,13 @@ MATTERS = 0.02
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank or stage that takes longer than its costs say.
+    """A rank or stage that takes longer than predicted.
 
     Args:
         kind: what it is.
         rank: the rank.
         stages: the stages concerned.
-        factor: how many times as long as its costs say it takes, beside the rest of the step.
+        factor: how many times as long as predicted it takes, relative to the rest of the step.
         seconds: what it costs the step.
         share: the same as a share of the step.
     """
@@ -47,19 +47,19 @@ class Slow:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Its name in a message."""
         stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
         return f"rank {self.rank} ({stages})" if self.kind == "rank" else stages
 
     def __str__(self) -> str:
         return (
-            f"{self.name} takes {self.factor:.2f} times as long as its costs say beside the others, which "
+            f"{self.name} takes {self.factor:.2f} times as long as predicted, relative to the rest; this "
             f"costs the step {self.seconds * 1e3:.3g} ms ({self.share:.0%})"
         )
 
 
 def costs_of(stages: int, timeline: Timeline) -> Costs:
-    """What the actions of a recorded step took, by their medians; 0 for what did not run.
+    """The median times of the actions of a recorded step; 0 for those that did not run.
 
     Args:
         stages: the number of stages.
@@ -74,10 +74,10 @@ def costs_of(stages: int, timeline: Timeline) -> Costs:
 
 
 def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[Slow, ...]:
-    """Name the ranks and stages that take longer than their costs say, the worst first.
+    """Name the ranks and stages that take longer than predicted, the worst first.
 
-    What all stages have in common, such as a whole machine that is slower, is not reported: each is held
-    against the others.
+    What all stages have in common, such as a whole machine that is slower, is not reported: each is compared
+    with the others.
 
     Args:
         schedule: the schedule of the step, with its messages.

@@ -199,6 +199,16 @@ class _Sheet:
                 yield _text(middle[0], middle[1] + 12, str(stage), "middle small")
         yield "</g>"
 
+    def gap(self, gap: tuple[int, float, float, Action, Action]) -> str:
+        """Let an idle time say in a tooltip what the rank waits for."""
+        rank, start, end, action, cause = gap
+        lasts = f"{short((end - start) * self.unit.factor)} {self.unit.name}".strip()
+        tip = f"rank {rank} is idle for {lasts} before {action}, which waits for {_awaited(cause)}"
+        box = _rect(
+            self.x(start), self.y(rank) + 2, (end - start) * self.scale, self.row - 4, kind="idle"
+        )
+        return f"<g><title>{escape(tip)}</title>{box}</g>"
+
     def pairs(self) -> Iterator[str]:
         """A frame around each overlapped pair, whether or not the overlap saves time here."""
         spans = {span.action: span for span in self.timeline.spans} if self.timeline.pairs else {}
@@ -219,17 +229,24 @@ class Picture(str):
         return str(self)
 
 
-def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> Picture:
+def draw_svg(
+    timeline: Timeline,
+    *,
+    title: str = "",
+    note: str = "",
+    gaps: Iterable[tuple[int, float, float, Action, Action]] = (),
+) -> Picture:
     """Draw a timeline.
 
     Args:
         timeline: the timeline of a simulated or measured step.
         title: the text above it.
         note: the text below it, such as the source of the times.
+        gaps: idle times, as ``Simulation.gaps`` gives them.
 
     Returns:
         An SVG document: a string that a notebook shows as a picture. All text is escaped; each box names
-        its action and times in a tooltip.
+        its action and times in a tooltip, and each gap what it waits for.
     """
     sheet = _Sheet(timeline)
     shares = SHARES if sheet.length <= SCREEN else SHARES + LABELS
@@ -245,11 +262,21 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> Picture:
         *sheet.legend(),
         *sheet.axis(),
         *(part for rank in range(timeline.ranks) for part in sheet.rank(rank)),
+        *map(sheet.gap, gaps),
         *sheet.pairs(),
         _text(LABELS, sheet.bottom + AXIS + 10, note, "note") if note else "",
         "</svg>",
     ]
     return Picture("\n".join(part for part in parts if part) + "\n")
+
+
+def _awaited(action: Action) -> str:
+    """The action that a rank waits for, in words."""
+    if action.op is Op.RECV_F:
+        return f"what {action.peer_stage}F{action.microbatch} sends"
+    if action.op is Op.RECV_B:
+        return f"the gradient of microbatch {action.microbatch} from stage {action.peer_stage}"
+    return str(action)
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:

@@ -159,7 +159,7 @@ class TrainConfig(BaseModel):
                 f"plan={self.plan!r} with recompute={self.recompute!r}: the plan decides what is "
                 "recomputed; leave one out"
             )
-        if microbatches > samples:
+        if microbatches > samples and not self._is_planned:
             yield (
                 f"microbatches={microbatches} of batch={batch}{over}: a microbatch needs a sample; ask for "
                 f"at most {samples} microbatches or a batch of {microbatches * replicas} or more"
@@ -182,8 +182,15 @@ class TrainConfig(BaseModel):
         if self.resume == AUTO and self.out is None:
             yield "resume='auto' continues in the run folder; name it with out="
 
+    @property
+    def _is_planned(self) -> bool:
+        """Whether the schedule and the number of microbatches are those of a plan that was made before."""
+        return self.plan not in (None, AUTO)
+
     def _misfits(self) -> Iterator[str]:
         """The problems with the schedule; one of a billion actions is refused before it is built."""
+        if self._is_planned:
+            return
         stages = ranks_of(self) * (self.stages_per_rank or 1)
         if stages <= self.layers:
             if stages * self.microbatches > LARGEST_SCHEDULE:
