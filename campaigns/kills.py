@@ -74,9 +74,10 @@ def note(folder: Path, rank: int, *what: Any) -> None:
 
 
 def notes(folder: Path) -> list[list[Any]]:
-    """All of them."""
+    """All of them that are whole: one that is being written may show its beginning."""
     path = folder / "notes"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def fork(function: Callable[[], object]) -> int:

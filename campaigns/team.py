@@ -23,7 +23,7 @@ from penstock._engine.weights.states import Offer, judged
 from penstock.checkpoint.contents import OPTIMIZER, STATE, WEIGHTS, Targets
 from penstock.checkpoint.loading import Loading
 from penstock.checkpoint.planning import file_of, grouped
-from penstock.checkpoint.saving import Leader
+from penstock.checkpoint.saving import Planner
 from penstock.checkpoint.table import TABLE, CheckpointTable, table_text
 
 TEAMS = ((16, 4), (32, 8), (64, 16))
@@ -166,7 +166,7 @@ class Team:
         self.ranks, self.replicas = ranks, replicas
         self.size = ranks * replicas
         self.names = [f"process {process}" for process in range(self.size)]
-        self.known, self.leader = telling.Known(), Leader()
+        self.known, self.leader = telling.Known(), Planner()
         self.before = 0
 
     def _tell(

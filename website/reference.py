@@ -16,17 +16,17 @@ import penstock
 from penstock.cli.main import app
 
 PARTS = {
-    "penstock": "The front door",
+    "penstock": "Main names",
     "penstock.schedule": "Schedules",
     "penstock.partition": "Cutting a model",
     "penstock.plan": "Planning a run",
     "penstock.checkpoint": "Saving and resuming",
-    "penstock.backward": "Backward in two halves",
-    "penstock.integrations": "In the loops of other libraries",
+    "penstock.backward": "Split backward",
+    "penstock.integrations": "Integrations",
     "penstock.testing": "Testing",
-    "penstock.train": "The trainer",
-    "penstock.doctor": "Examining a job",
-    "penstock.pipelining": "torch's names",
+    "penstock.train": "Trainer",
+    "penstock.doctor": "Doctor",
+    "penstock.pipelining": "Names of torch.distributed.pipelining",
     "penstock.errors": "Errors",
 }
 """The public parts and the titles of their pages."""
@@ -161,7 +161,7 @@ def _commands() -> str:
         if not command.hidden
         for section in _command(f"penstock {name}", command)
     ]
-    return "# Commands\n\nAs `--help` tells them.\n\n" + "\n".join(sections)
+    return "# Commands\n\nAs in `--help`.\n\n" + "\n".join(sections)
 
 
 def _command(path: str, command: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Penstock: pipeline parallelism for PyTorch. Any model, any schedule, proven before it runs.
+"""Penstock: pipeline parallelism for PyTorch, with unedited models and any schedule.
 
 Submodules such as :mod:`penstock.schedule` and the names below are imported on first use, so that
 ``import penstock`` is quick, and code that needs no torch does not import it.
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from penstock import testing as testing
     from penstock import train as train
     from penstock._engine.faults import Timeouts as Timeouts
-    from penstock._engine.launchers import read_launcher as read_launcher
     from penstock._engine.microbatches import REPLICATE as REPLICATE
     from penstock._engine.microbatches import Microbatches as Microbatches
     from penstock._engine.microbatches import Split as Split

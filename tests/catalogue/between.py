@@ -655,6 +655,16 @@ def a_number_at_the_end(m: Any, x: Tensor) -> Tensor:
     return h / (1 + h.detach().abs().max().item())
 
 
+@program()
+def a_number_at_the_end_after_a_write(m: Any, x: Tensor) -> Tensor:
+    """As the losses of detectors do: targets are filled with what units gave, and a number decides."""
+    h = through_all(m, x)
+    kept = torch.zeros_like(x)
+    kept[0] = h[0]
+    kept += h
+    return kept - h if h.detach().sum().item() > 0 else kept * h
+
+
 @program(recomputed=True)
 def looks_at_arguments(m: Any, x: Tensor) -> Tensor:
     h = m.l[0](x)

@@ -45,7 +45,6 @@ def test_ranks_are_examined_with_the_links_between_neighbours(
         assert cluster.wire(link.target, link.source) == (link.latency, link.bandwidth)
     facts = json.loads(first)["facts"]
     assert [check["problem"] for check in facts["checks"]] == ["", "", ""]
-    assert abs(facts["links"][0]["ahead"]) < 1
     assert "yes a checkpoint is saved and loaded" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -72,9 +71,9 @@ def rank(
     return RankReport(facts, {"float32": 1e12 * scale}, 1e11 * scale, 1e-6, 1 / scale, 1 / scale)
 
 
-def link(source: int, scale: float = 1.0, ahead: float = 0.0) -> LinkReport:
+def link(source: int, scale: float = 1.0) -> LinkReport:
     way = Link(source, source + 1, 50e-6 / scale, 1e9 * scale, 1e9)
-    return LinkReport(way, 50e-6 / scale, 1e9 * scale, ahead)
+    return LinkReport(way, 50e-6 / scale, 1e9 * scale)
 
 
 HEALTHY = Examination(
@@ -109,7 +108,6 @@ def with_link(number: int, report: LinkReport) -> Examination:
         (with_link(0, replace(link(0), tiny=0.005)), "delays a message by 5 ms; comparable links take 50 us"),
         (replace(HEALTHY, links=(link(0, 0.01),)), "between ranks 0 and 1 delays a message by 5 ms"),
         (with_rank(2, rank("b", device="NVIDIA H100")), "rank 2 (b) reaches 1% of its peak in"),
-        (with_link(1, link(1, ahead=-3.0)), "the clocks of ranks 1 and 2 differ by 3.0 s"),
         (replace(HEALTHY, checks=(Check("all is well", "it is not"),)), "all is well: no: it is not"),
     ],
 )  # fmt: skip

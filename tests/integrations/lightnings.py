@@ -93,20 +93,25 @@ class Measured(Classifier):
         if batch_idx % 2:
             loss = loss * 0.9
             self.log("odd", loss)
-        self.accuracy(logits, labels)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits.detach(), "mean": logits.mean(), "by": "hand"}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         values = (outputs["loss"], outputs["logits"].square().sum(), outputs["mean"])
         self.seen += [float(value) for value in values]
+        self.accuracy(outputs["logits"], batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        images, labels = batch
-        logits = self(images)
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return {"logits": logits, "size": cross_entropy(logits, batch[1])}
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        logits, labels = outputs["logits"], batch[1]
         self.measures.update(logits, labels)
         self.log_dict(self.measures)
-        self.size.update(cross_entropy(logits, labels))
+        self.size.update(outputs["size"])
         self.log("size", self.size)
         self.right.append(logits.argmax(-1) == labels)
 

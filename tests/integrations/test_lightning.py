@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -322,16 +323,38 @@ def test_a_logged_number_that_is_no_mean_is_told_once(caplog: pytest.LogCaptureF
     trainer_of(PipelineStrategy(ranks=2, microbatches=4), max_steps=11).fit(module, images())
     (told,) = [record.getMessage() for record in caplog.records if record.name == "penstock"]
     assert "self.log('spread', ...) of training_step is" in told
-    assert "torchmetrics, which gets the whole batch" in told
+    assert "in the hook after the step, which gets the whole batch" in told
 
 
-def test_a_metric_is_given_rows_of_samples() -> None:
-    def change(module: Any, batch: Any, loss: Any) -> Any:
-        module.seen.append(torch.ones(3, 3))
-        return loss
+def keeps(module: Any, batch: Any, loss: Any) -> Any:
+    module.seen.append(loss.detach())
+    return loss
 
-    with pytest.raises(Exception, match="have the samples in their first dimension"):
-        fit(Odd(change))
+
+def measures(module: Any, batch: Any, loss: Any) -> Any:
+    module.mean.update(loss)
+    return loss
+
+
+def measures_and_logs(module: Any, batch: Any, loss: Any) -> Any:
+    module.log("mean", module.mean)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda module, batch, loss: {"loss": loss, "more": torch.ones(3, 3)}, "first dimension"),
+        (keeps, r"list self\.seen .* append it in on_train_batch_end"),
+        (measures, r"metric self\.mean is used in training_step.* in on_train_batch_end"),
+        (measures_and_logs, r"metric self\.mean is used in training_step"),
+    ],
+)
+def test_what_belongs_into_a_hook_is_refused_with_its_name(change: Any, says: str) -> None:
+    module = Odd(change)
+    module.mean = MeanMetric()
+    with pytest.raises(Exception, match=says):
+        fit(module)
 
 
 # ---- metrics, lists, hooks, and the way of a step
@@ -344,7 +367,7 @@ def test_metrics_lists_and_hooks_see_the_whole_batch() -> None:
 
 
 class OddBatches(Classifier):
-    """Only its odd batches keep something."""
+    """Only its odd batches return something, which a hook keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,12 +375,15 @@ class OddBatches(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
-        if batch_idx % 2:
-            self.kept.append(logits.detach())
-        return nn.functional.cross_entropy(logits, batch[1])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits} if batch_idx % 2 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if "logits" in outputs:
+            self.kept.append(outputs["logits"])
 
 
-def test_batches_that_keep_nothing_do_not_decide_for_those_that_do() -> None:
+def test_batches_that_return_nothing_do_not_decide_for_those_that_do() -> None:
     kept = []
     for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=4)):
         torch.manual_seed(0)
@@ -366,6 +392,31 @@ def test_batches_that_keep_nothing_do_not_decide_for_those_that_do() -> None:
         kept.append([float(one.square().sum()) for one in module.kept])
     assert len(kept[0]) == 2
     assert kept[1] == pytest.approx(kept[0], rel=1e-4)
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, value: Any) -> Any:
+        Counted.calls += 1
+        return super().forward(value)
+
+
+def test_a_step_may_ask_for_its_batch_and_is_not_planned_for_each_number() -> None:
+    counts = []
+
+    class Asking(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 0.9 if self.global_step % 2 else loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts.append(Counted.calls)
+
+    module = Asking()
+    module.head = Counted(16, 5)
+    trainer_of(PipelineStrategy(ranks=2, microbatches=4), max_steps=6).fit(module, images())
+    assert [b - a for a, b in pairwise(counts[2:])] == [4] * 3
 
 
 class Labelled(LanguageModel):

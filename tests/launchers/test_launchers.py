@@ -78,9 +78,9 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
 def test_mpirun(tmp_path: Path) -> None:
     flags = ["--allow-run-as-root", "--oversubscribe"]
-    ran = run(tmp_path, "mpirun", *flags, "-n", "2", "python", "train.py")
-    check(ran)
-    assert "mpirun has started 2 processes" in ran.err
+    (command,) = re.findall(r"'(RANK=.*)'", block_with("mpirun -n 16").text)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    check(run(tmp_path, "mpirun", *flags, "-n", "2", "sh", "-c", command, environment=place))
 
 
 @pytest.mark.nightly
@@ -116,21 +116,21 @@ def slurm_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
 
 
 @pytest.mark.nightly
-def test_srun(slurm_commands: dict[str, str], tmp_path: Path) -> None:
+def test_srun_alone_is_told_what_to_set(slurm_commands: dict[str, str], tmp_path: Path) -> None:
     ran = run(tmp_path, "srun", "-n", "2", "python", "train.py", environment=slurm_commands)
-    check(ran)
-    assert "srun has started 2 processes" in ran.err
+    assert ran.status != 0
+    assert "srun started 2 processes" in ran.err
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("text", ["srun torchrun", "srun python"])
+@pytest.mark.parametrize("text", ["srun torchrun", "srun sh"])
 def test_sbatch(text: str, slurm_commands: dict[str, str], tmp_path: Path) -> None:
     """The page's scripts, on one machine without GPUs."""
     script = block_with(text).text
     for of_page, here in (
         ("--nodes=2", "--nodes=1"), (" --gpus-per-node=8", ""),
         ("--ntasks-per-node=8", "--ntasks-per-node=2"), ("--nproc-per-node 8", "--nproc-per-node 2"),
-        (":29500", f":{free_port()}"),
+        ("29500", str(free_port())),
     ):  # fmt: skip
         script = script.replace(of_page, here)
     (tmp_path / "job.sh").write_text(script)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
 from penstock.schedule import Edge, from_csv, validate
-from penstock.testing import WorkerPool, record_messages
+from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, chain, gradients, make, mean_loss
+from tests.transport.recording import record_messages
 
 ROWS, WIDTH, DOUBLE = 3, 4, 8
 ACTIVATION = ROWS * WIDTH * DOUBLE

@@ -623,3 +623,25 @@ def test_replicated_and_sharded_stages(
     workers: WorkerPool, schedule: str, how: str, tmp_path: Path
 ) -> None:
     run(workers, "spread", 4, schedule=schedule, how=how, folder=str(tmp_path))
+
+
+def put_off(group: Any) -> None:
+    """Two steps whose gradients over shards are reduced once, at the end of the second."""
+    held = Replicas("Interleaved1F1B", "fsdp")
+    one = held.schedule("Interleaved1F1B")
+    for finalizes in (False, True):
+        held.step(one, finalize_gradients=finalizes)
+        mean_loss(held.plain(X), Y).backward()
+        if not finalizes:
+            here = [parameter.grad for module in held.modules for parameter in module.parameters()]
+            assert here == [None] * len(here)
+    for place, module in enumerate(held.modules):
+        plain = held.plain[held.here[place]]
+        for mine, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+    dist.barrier(group=group)
+
+
+def test_gradients_over_shards_may_wait_for_a_later_step(workers: WorkerPool) -> None:
+    run(workers, "put_off", 4)

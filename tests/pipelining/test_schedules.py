@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,79 @@ def test_a_batch_that_is_split_already(name: str) -> None:
     torch.testing.assert_close(torch.stack(losses).sum(), loss.detach())
     with pytest.raises(RuntimeError, match="a whole batch and one that is split already"):
         schedule.step(X, **batch)
+
+
+# ---- what torch has since 2.15
+
+
+@pytest.mark.parametrize("granularity", ["microbatch", "stage_microbatch"])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_activations_that_live_together_have_slots_of_their_own(
+    name: str, granularity: Any
+) -> None:
+    one = OURS.scheduled(name, 2, 2, 8)
+    stages = list(one.schedule.placement.stages_on(1))
+    analysed = schedules.analyze_pipeline_activation_liveness(
+        one, pp_rank=1, stage_indices=stages, granularity=granularity
+    )
+    alive: dict[int, list[tuple[int, int]]] = {}
+    for (stage, microbatch), slot in analysed.slot_by_stage_and_microbatch.items():
+        assert analysed.slot_for(stage, microbatch) == slot
+        lives = analysed.get_activation_lifetime(stage, microbatch)
+        alive.setdefault(slot, []).append(lives)
+    assert len(alive) == analysed.num_slots
+    for lifetimes in alive.values():
+        rows = sorted(set(lifetimes))
+        assert all(end < start for (_, end), (start, _) in pairwise(rows))
+    starts = [start for lifetimes in alive.values() for start, _ in lifetimes]
+    all_of = {life for lifetimes in alive.values() for life in lifetimes}
+    assert analysed.num_slots == max(sum(a <= at <= b for a, b in all_of) for at in starts)
+    with pytest.raises(ValueError, match="stage 99, microbatch 0 was not analysed"):
+        analysed.slot_for(99, 0)
+
+
+@pytest.mark.skipif(
+    not hasattr(THEIRS.schedules, "analyze_pipeline_activation_liveness"), reason="since torch 2.15"
+)
+@pytest.mark.parametrize("granularity", ["microbatch", "stage_microbatch"])
+def test_slots_are_as_many_as_torchs(granularity: Any) -> None:
+    counts = []
+    for names in (OURS, THEIRS):
+        one = names.scheduled("Interleaved1F1B", 4, 2, 8)
+        found = names.schedules.analyze_pipeline_activation_liveness(
+            one, pp_rank=1, stage_indices=[1, 5], granularity=granularity
+        )
+        counts.append(found.num_slots)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
+def test_each_forward_runs_in_a_context_of_its_stage_and_microbatch(name: str) -> None:
+    held = Held(OURS)
+    schedule, seen = held.schedule(name), list[Any]()
+
+    @contextmanager
+    def context(info: Any) -> Iterator[None]:
+        seen.append((info.stage_index, info.microbatch_index, info.is_metadata_inference))
+        yield
+        seen.append("end")
+
+    stage = schedule.stages[0]
+    handle = stage.register_forward_context(context)
+    with pytest.raises(RuntimeError, match="has a forward context already"):
+        stage.register_forward_context(context)
+    schedule.step(X, target=Y)
+    count = schedule._n_microbatches
+    rows = [(stage.stage_index, microbatch, False) for microbatch in range(count)]
+    assert sorted(seen[::2]) == rows
+    assert seen[1::2] == ["end"] * count
+    handle.remove()
+    schedule.step(X, target=Y)
+    assert len(seen) == 2 * count
+
+
+def test_a_budget_of_sends_is_a_whole_number() -> None:
+    with pytest.raises(ValueError, match="max_outstanding_sends=-1: must be a whole number"):
+        schedules.ScheduleInterleaved1F1B(
+            [OURS.mock(2, 4) for _ in range(2)], 4, max_outstanding_sends=-1
+        )

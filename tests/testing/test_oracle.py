@@ -153,6 +153,22 @@ def test_refusals_are_what_a_program_says() -> None:
         run(replace(case(), refused=Refusal(UsageError, "gist"))).check(1e-12)
 
 
+class OnlyTrains(nn.Sequential):
+    def forward(self, input: Any) -> Any:
+        if not self.training:
+            raise UsageError("it only trains")
+        for module in self:
+            input = module(input)
+        return input
+
+
+def test_a_refusal_of_the_evaluation_alone_is_not_the_one_that_a_case_expects() -> None:
+    model = OnlyTrains(*chain()).double()
+    refused = replace(case(), model=model, refused=Refusal(UsageError, "only trains"))
+    with pytest.raises(AssertionError, match="was not refused by UsageError"):
+        run(refused).check(1e-12)
+
+
 def over_replicas(group: Any) -> dict[str, float]:
     """A worker's task: two pipelines of two ranks, with a part of the batch each."""
     parts = [Case(chain(2), (X[rows],), Y[rows], mean_loss) for rows in (slice(6), slice(6, 8))]

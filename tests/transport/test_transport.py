@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from penstock import Microbatches
 from penstock._engine.transport.nccl import in_rounds
 from penstock.schedule import add_communication, build
-from penstock.testing import Case, WorkerPool, compare, record_messages
+from penstock.testing import Case, WorkerPool, compare
 from tests.pipeline.models import X, Y, chain, make, mean_loss
+from tests.transport.recording import record_messages
 
 
 def depth(ranks: int) -> int:

@@ -214,6 +214,9 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
     "in one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
     "the model called": lambda model: model(X),
     "mixed": lambda model: [X[:4] + p for p in model.parameters()],
+    "a function that nobody has listed": lambda model: [p.unique() for p in model.parameters()],
+    "one of several results": lambda model: [p.max(-1)[0].tolist() for p in model.parameters()],
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()).step(lambda: X.sum()),
     "a list of both": lambda model: torch._foreach_mul([*model.parameters()], 0.5),
     "gradients of a loss": lambda model: torch.autograd.grad(X.sum(), [*model.parameters()]),
 }  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from penstock._engine.launchers import read_launcher
 from penstock.errors import UsageError
 
 
@@ -33,7 +32,6 @@ def placed_on(device: torch.device | str) -> torch.device:
         return torch.device(chosen.type)  # Accelerate says cpu:0, which no tensor does
     numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
     if numbered:
-        read_launcher()
         chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
     kind = torch.get_device_module(chosen.type)
     count = kind.device_count() if kind.is_available() else 0

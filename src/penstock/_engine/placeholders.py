@@ -41,10 +41,14 @@ _INPUTS = (
     "weights is made when the model is cut, for which pipe.cut(...) comes before it"
 )
 
-_BYTES = frozenset(
-    ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "share_memory_")
-)
-"""Functions that reach for a tensor's memory, which the meta device would answer."""
+_BYTES = ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "share_memory_")
+_REFUSED = {
+    **dict.fromkeys(_BYTES, _FILES),
+    **dict.fromkeys(("backward", "grad"), _WEIGHTS),
+    # LBFGS makes a vector of all weights by it.
+    "new": "use an optimizer that takes one weight at a time, or all ranks in one process",
+}
+"""Functions that would run on the meta device, and what to do instead."""
 _LIKE_IT = frozenset(
     ("to", "type", *kinds(), "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full")
 )
@@ -54,9 +58,10 @@ _CHANGES = frozenset((*(f"__i{name}__" for name in _OPERATORS), "__setitem__"))
 """Operators that change a tensor in place."""
 _ITSELF = frozenset(
     ("requires_grad_", "detach_", "t_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "resize_",
-     "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "size", "stride", "dim", "numel",
+     "nelement", "ndimension", "is_floating_point", "is_complex", "element_size", "__len__")
 )  # fmt: skip
-"""Methods that change a tensor object, not its numbers."""
+"""Methods that concern a tensor object, not its numbers; they are carried out on it."""
 
 
 Norms = Callable[[float, int, Sequence[str]], Tensor | None]
@@ -211,10 +216,8 @@ class Placeholder(Tensor):
             return _set(func, *args)
         tensors = tensors_in((args, kwargs))
         absent = [tensor for tensor in tensors if isinstance(tensor, Placeholder)]
-        if name in _BYTES:
-            raise absent[0].refusal(f"{name}()", _FILES)
-        if name in ("backward", "grad"):
-            raise absent[0].refusal(f"{name}()", _WEIGHTS)
+        if name in _REFUSED:
+            raise absent[0].refusal(f"{name}()", _REFUSED[name])
         if name in _LIKE_IT and isinstance(args[0], Placeholder):
             return _by_an_empty_one(func, args, kwargs)
         if "_foreach_" in name and name.endswith("_"):
@@ -262,7 +265,7 @@ def _ran(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: Seque
             raise
         raise absent.refusal(f"{name}()", remedy) from error
     order = _order_of(name, args, kwargs) if absent.norms else None
-    has_dims = _bare(absent).dim() > 0
+    has_dims = absent.dim() > 0
 
     def put(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -11,6 +11,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from itertools import count
@@ -290,6 +291,17 @@ def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
     elif (rule := _CONTAINERS[type(value)]) is not None:
         for child in rule.apart(value)[1]:
             _collect(child, add)
+
+
+@contextmanager
+def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context after which tensors, such as buffers, hold the numbers again that they held before it."""
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors if not tensor.is_meta]
+    try:
+        yield
+    finally:
+        for tensor, numbers in copies:
+            tensor.data.copy_(numbers)
 
 
 def leaves_in(value: Any, *, with_whole_masks: bool = False) -> list[tuple[Place, Any]]:

@@ -20,7 +20,7 @@ from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Choosing, Loading
 from penstock.checkpoint.saving import (
     Checkpoint,
-    Preparing,
+    Planner,
     Saved,
     Writing,
     check_seen,
@@ -78,7 +78,7 @@ class Checkpoints:
         self._asynchronous = asynchronous
         self._group = group
         self._writer = Writer(self.folder, keep)
-        self._preparing = Preparing()
+        self._planner = Planner()
         self._snapshots: dict[str, Tensor] = {}
         self._pending: Writing | None = None
         self._last: Checkpoint | None = None
@@ -129,7 +129,7 @@ class Checkpoints:
         targets = Targets(states)
         job = _job(targets.pipe, self._group)
         with job.calling("Checkpoints.save", _PATIENCE):
-            checkpoint = self._preparing.begin(job, targets, step, extra, self._writer)
+            checkpoint = self._planner.begin(job, targets, step, extra, self._writer)
         with job.calling("Checkpoints.save", _seconds_for(checkpoint)):
             try:
                 live = checkpoint.tensors

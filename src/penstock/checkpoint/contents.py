@@ -8,7 +8,6 @@ state its label: under it the checkpoint has a tensor, or JSON data with tensors
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from penstock._engine.weights.optimizers import (
 )
 from penstock._engine.weights.states import Names, StageWeights, WholeModel
 from penstock._engine.weights.trees import TENSOR, decode, encode
-from penstock.checkpoint.planning import grouped
+from penstock.checkpoint.planning import HeldTensors, grouped
 from penstock.checkpoint.table import CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable, quoted
 from penstock.partition import find_shared
@@ -79,19 +78,19 @@ class Flat:
             self.values[key] = tree
 
     @cached_property
-    def held(self) -> list[tuple[list[Any], list[str]]]:
-        """The parts of tensors that this process has, and the keys of those tensors."""
-        parts = {
-            key: [NAMES.get(one.dtype), list(one.shape), *(region_of(one) or whole_box(one.shape))]
-            for key, one in self.tensors.items()
-        }
-        return grouped((part, [key]) for key, part in parts.items())
+    def held(self) -> HeldTensors:
+        """The parts of tensors that this process has."""
+        keys_of: dict[Any, list[str]] = {}
+        for key, one in self.tensors.items():
+            box = region_of(one) or whole_box(one.shape)
+            keys_of.setdefault((NAMES.get(one.dtype), tuple(one.shape), *box), []).append(key)
+        return HeldTensors([*keys_of], [*keys_of.values()])
 
     def described(self) -> dict[str, Any]:
         """What the leader must know of it, in parts that many processes and saves have in common."""
         data: dict[str, Any] = {
-            "parts": [part for part, _ in self.held],
-            "keys": [keys for _, keys in self.held],
+            "parts": self.held.parts,
+            "keys": self.held.keys,
             "names": self.names,
             "values": grouped((value, [key]) for key, value in self.values.items()),
             "settings": self.settings,
@@ -117,43 +116,13 @@ class Fit:
     hard: list[str] = field(default_factory=list)
 
 
-class Labelled(ABC):
-    """An object with a label.
-
-    Attributes:
-        kind: one of the three kinds.
-    """
-
-    kind: str
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    @abstractmethod
-    def save(self, flat: Flat) -> None:
-        """Add what this process saves of it."""
-
-    @abstractmethod
-    def match(self, table: CheckpointTable, fit: Fit) -> None:
-        """Compare the checkpoint with what this process has."""
-
-    @abstractmethod
-    def read(self, table: CheckpointTable) -> None:
-        """Read all but weights into new memory, and look for these; nothing is changed."""
-
-    @abstractmethod
-    def fill(self, table: CheckpointTable) -> None:
-        """Take what was read."""
-
-
-class State(Labelled):
+class State:
     """Any object with a state dict."""
 
     kind = STATE
 
     def __init__(self, label: str, of: Any) -> None:
-        super().__init__(label)
-        self.of = of
+        self.label, self.of = label, of
         self._state: Any = None
 
     def save(self, flat: Flat) -> None:
@@ -178,14 +147,13 @@ class State(Labelled):
         self.of.load_state_dict(self._state)
 
 
-class Weights(Labelled):
+class Weights:
     """The weights of a pipeline or a module."""
 
     kind = WEIGHTS
 
     def __init__(self, label: str, weights: StageWeights) -> None:
-        super().__init__(label)
-        self.weights = weights
+        self.label, self.weights = label, weights
         self._matched: list[tuple[str, Any, str]] = []
 
     def _held(self) -> Iterator[tuple[str, list[str], Any]]:
@@ -248,7 +216,7 @@ class Weights(Labelled):
             self.weights.load(others)
 
 
-class OptimizerState(Labelled):
+class OptimizerState:
     """An optimizer of weights.
 
     Args:
@@ -263,8 +231,8 @@ class OptimizerState(Labelled):
     def __init__(
         self, label: str, optimizer: Optimizer, names: Mapping[int, str], schedulers: Sequence[str]
     ) -> None:
-        super().__init__(label)
-        self.optimizer, self._names, self._schedulers = optimizer, names, schedulers
+        self.label, self.optimizer = label, optimizer
+        self._names, self._schedulers = names, schedulers
         self._settings: Sequence[Mapping[str, Any]] = ()
         self._states: dict[str, dict[str, Any]] = {}
 
@@ -336,6 +304,10 @@ class OptimizerState(Labelled):
     def fill(self, table: CheckpointTable) -> None:
         """Give the optimizer its settings and states."""
         write_states(self.optimizer, self._names, self._settings, self._states)
+
+
+Labelled = Weights | OptimizerState | State
+"""Each can ``save``; to load it, ``match``, ``read``, which changes nothing yet, and ``fill`` are called."""
 
 
 class Targets:

@@ -109,37 +109,6 @@ class Checkpoint:
         return Saved(self.step, self.stall, *self.complete)
 
 
-class Preparing:
-    """Makes a :class:`Checkpoint` of the user's objects.
-
-    Each process tells the first one what it has, as far as it has changed since the last save. That plans,
-    and tells each what it writes, if that has changed.
-    """
-
-    def __init__(self) -> None:
-        self._known = Known()
-        self._leader = Leader()
-        self._share: list[int] = []
-
-    def begin(
-        self, job: Job, targets: Targets, step: int, extra: Any, writer: Writer
-    ) -> Checkpoint:
-        """Agree with the other processes on who writes what."""
-        group, begun = job.together, Begun(targets, step, extra, writer)
-        try:
-            share = tell(
-                job, group, "save", begun.describe, partial(self._leader.plan, names=group.names),
-                known=self._known, begin=begun.make_folder, look=begun.find_folder,
-            )  # fmt: skip
-            self._share = self._share if share is None else share
-            contents = {} if group.rank else self._leader.contents | begun.about(job)
-            return begun.checkpoint(contents, self._share)
-        except BaseException:
-            if begun.made is not None:
-                shutil.rmtree(begun.made, ignore_errors=True)
-            raise
-
-
 class Begun:
     """What a process brings to a save, and the folder that the leading one makes for it.
 
@@ -189,7 +158,7 @@ class Begun:
 
     def checkpoint(self, contents: dict[str, Any], share: Sequence[int]) -> Checkpoint:
         """The checkpoint with this process's share of the tensors, by their names in the file."""
-        keys, written = [key for _, of in self._flat.held for key in of], {}
+        keys, written = [*chain.from_iterable(self._flat.held.keys)], dict[str, Tensor]()
         for key in (keys[place] for place in share):
             tensor = self._flat.tensors[key]
             box = region_of(tensor) or whole_box(tensor.shape)
@@ -198,14 +167,20 @@ class Begun:
         return Checkpoint(self._step, Path(folder), save, contents, written)
 
 
-class Leader:
-    """The plan that the leader makes of what all processes have.
+class Planner:
+    """Who writes what of a checkpoint, as all processes agree.
+
+    Each process tells the first one what it has, as far as it has changed since the last save. That plans,
+    and tells each what it writes, if that has changed.
 
     Attributes:
-        contents: the contents of the table, except the files and what the run says of itself.
+        contents: in the first process, the contents of the table, except the files and what the run says of
+            itself.
     """
 
     def __init__(self) -> None:
+        self._known = Known()
+        self._share: list[int] = []
         self._planned: list[Any] = []
         self._plan = WritePlan([], [], [])
         self.contents: dict[str, Any] = {}
@@ -214,6 +189,24 @@ class Leader:
     def writers(self) -> list[int]:
         """The processes that write a file, in the order of the table's files."""
         return self._plan.writers
+
+    def begin(
+        self, job: Job, targets: Targets, step: int, extra: Any, writer: Writer
+    ) -> Checkpoint:
+        """Agree with the other processes on a new checkpoint of the user's objects."""
+        group, begun = job.together, Begun(targets, step, extra, writer)
+        try:
+            share = tell(
+                job, group, "save", begun.describe, partial(self.plan, names=group.names),
+                known=self._known, begin=begun.make_folder, look=begun.find_folder,
+            )  # fmt: skip
+            self._share = self._share if share is None else share
+            contents = {} if group.rank else self.contents | begun.about(job)
+            return begun.checkpoint(contents, self._share)
+        except BaseException:
+            if begun.made is not None:
+                shutil.rmtree(begun.made, ignore_errors=True)
+            raise
 
     def plan(self, parts: list[dict[str, Any]], names: Sequence[str]) -> list[Any]:
         """Plan from what all processes have, as :meth:`Flat.described` says it.

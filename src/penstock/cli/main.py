@@ -18,7 +18,6 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from penstock._engine.launchers import read_launcher
 from penstock.cli import checkpoint, doctor, plan, schedule, train
 from penstock.errors import (
     FAILURE,
@@ -80,13 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         that it makes sense to try again, 76 a loss or gradient that is not finite, 130 interrupted, 143
         terminated.
     """
-
-    def run() -> object:
-        read_launcher()
-        return app(arguments, prog_name="penstock", standalone_mode=False)
-
     with leaving_on_signals():
-        return guarded(run)
+        return guarded(lambda: app(arguments, prog_name="penstock", standalone_mode=False))
 
 
 # ---- from an error or a signal to an exit status, and to a message

@@ -30,8 +30,6 @@ LATER = 3.0
 """A link with so many times the latency of comparable links is an anomaly, from so many seconds; within a
 machine that is enough if there is no other link."""
 NOTICED = 1e-3
-APART = 1.0
-"""Clocks that differ by more seconds are odd."""
 LOW = 0.3
 """A share of a device's peak below which its matrix products are odd."""
 
@@ -107,7 +105,7 @@ class Examination:
     def odd(self) -> list[str]:
         """The anomalies, in sentences; empty if there are none."""
         failed = [f"{check.name}: no: {check.problem}" for check in self.checks if check.problem]
-        return [*failed, *self._versions(), *self._slow(), *self._links(), *self._clocks()]
+        return [*failed, *self._versions(), *self._slow(), *self._links()]
 
     def _versions(self) -> Iterator[str]:
         for name in dict.fromkeys(name for rank in self.ranks for name in rank.facts.versions):
@@ -162,15 +160,6 @@ class Examination:
                 )
                 yield f"{where} delays a message by {seconds_as_text(delay)}{said}"
 
-    def _clocks(self) -> Iterator[str]:
-        for report in self.links:
-            if abs(report.ahead) > APART:
-                pair = report.link.source, report.link.target
-                yield (
-                    f"the clocks of ranks {pair[0]} and {pair[1]} differ by {abs(report.ahead):.1f} s; "
-                    "synchronise them, or logs of a job cannot be read together"
-                )
-
     def __str__(self) -> str:
         dtypes = list(dict.fromkeys(dtype for rank in self.ranks for dtype in rank.flops))
         head = ["rank", "machine", "device", "memory", *dtypes, "copies", "a block", "alone"]
@@ -182,13 +171,13 @@ class Examination:
                 [str(number), facts.host, facts.device, bytes_as_text(facts.memory), *rates,
                  _rate(rank.bandwidth), seconds_as_text(rank.pace), seconds_as_text(rank.alone)]
             )  # fmt: skip
-        links = [["link", "a few bytes", "latency", "there", "back", "both at once", "clock"]]
+        links = [["link", "a few bytes", "latency", "there", "back", "both at once"]]
         for report in self.links:
             link = report.link
             links.append(
                 [f"{link.source} - {link.target}", seconds_as_text(report.tiny),
                  seconds_as_text(link.latency), _rate(link.bandwidth), _rate(report.back),
-                 _rate(link.both), f"{report.ahead * 1e3:+.1f} ms"]
+                 _rate(link.both)]
             )  # fmt: skip
         versions = ", ".join(f"{n} {v}" for n, v in self.ranks[0].facts.versions.items())
         tried = [f"{'no ' if check.problem else 'yes'} {check.name}" for check in self.checks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter, sleep, time
+from time import perf_counter, sleep
 
 import torch
 from torch import Tensor
@@ -32,13 +32,11 @@ class LinkReport:
         link: its latency and bandwidth, as the planner takes them.
         tiny: the seconds after which a message of a few bytes has arrived.
         back: the bytes per second of the other direction alone.
-        ahead: the seconds by which the neighbour's clock is ahead.
     """
 
     link: Link
     tiny: float
     back: float
-    ahead: float
 
 
 @dataclass(frozen=True)
@@ -150,22 +148,6 @@ class Ends:
             sent.wait()
         return (min(sending) + min(receiving)) / 2
 
-    def ahead(self) -> float:
-        """The seconds by which the second end's clock is ahead of the first one's."""
-        gaps = []
-        for _ in range(TIMES):
-            row = torch.zeros(1, dtype=torch.float64, device="cpu")
-            start = time()
-            if self._first:
-                self._send(row)
-                there = float(self._receive(row)[0])
-                gaps.append(there - (start + time()) / 2)
-            else:
-                self._receive(row)
-                row.fill_(time())
-                self._send(row)
-        return self.agree(median(gaps) if self._first else 0.0)
-
 
 def examine_links(
     transport: Transport, device: torch.device, window: float, say: Callable[[str], None]
@@ -204,7 +186,7 @@ def _examine(ends: Ends, source: int, target: int, window: float) -> tuple[LinkR
     latency = max(0.0, small - SMALL / rates["there"])
     link = Link(source, target, latency, rates["there"], rates["both"])
     handling = Handling(ends.handling(SMALL), ends.handling(LARGE))
-    return LinkReport(link, tiny, rates["back"], ends.ahead()), handling
+    return LinkReport(link, tiny, rates["back"]), handling
 
 
 def per_message(handlings: Iterator[Handling]) -> tuple[float, float]:

@@ -48,14 +48,7 @@ except ImportError as error:
         "penstock.integrations.lightning needs Lightning: pip install 'penstock-pipeline[lightning]'"
     ) from error
 
-from penstock.integrations.steps import (
-    LightningStep,
-    StepLog,
-    choices_of,
-    counters_of,
-    described,
-    loss_in,
-)
+from penstock.integrations.steps import LightningStep, StepLog, described, loss_in
 
 logger = logging.getLogger("penstock")
 
@@ -78,7 +71,7 @@ def _numbers_explained() -> Iterator[None]:
     except PartitionError as error:
         if "needs numbers of a tensor" in str(error):
             error.args = (
-                f"{error}. To log a value or to keep it in a list, pass the tensor itself, as in "
+                f"{error}. To log or return a value, pass the tensor itself, as in "
                 'self.log("loss", loss), without item() or float()',
             )
         raise
@@ -86,6 +79,8 @@ def _numbers_explained() -> Iterator[None]:
 
 class _Steps(PipelineModule):
     """The steps of a module: what they return besides the loss has rows for the samples, in their order."""
+
+    follows_outputs = False
 
     def output_rule(self, outputs: Outputs) -> Rule:
         """Each step's loss is in the result already."""
@@ -118,7 +113,6 @@ class _OnPipeline(nn.Module):
         weights = loss_weight.values() if isinstance(loss_weight, Mapping) else [loss_weight]
         self._weighs = any(map(callable, weights))
         self._log = StepLog(module)
-        self._quiet: set[Any] = set()
         # It is checked here, together with what is logged.
         self._checks = loss_check
         loss = Loss(loss_in, weight=loss_weight, check=False)
@@ -145,42 +139,30 @@ class _OnPipeline(nn.Module):
 
     def run(self, step_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step; return a loss whose backward adds the gradients, a plain loss, or a prediction."""
-        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        places = {key for key, value in arguments if isinstance(value, int)}
-        numbers = {str(key): value for key, value in arguments if key in places}
-        args = [None if place in places else value for place, value in enumerate(args)]
-        kwargs = {name: None if name in places else value for name, value in kwargs.items()}
-        numbers = numbers | counters_of(self.module)
         trains = torch.is_grad_enabled() and (step_name != "forward" or self.training)
-        choices = choices_of(numbers, self._log.asked)
-        kwargs = {**kwargs, "step_name": step_name, "choices": choices}
+        kwargs = {**kwargs, "step_name": step_name}
         with (
             _numbers_explained(),
-            self._log.instead(step_name, numbers),
+            self._log.during(step_name),
             # Lightning evaluates in inference mode, in which no code can be traced.
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
         ):
             if not trains and step_name in ("forward", "predict_step"):
                 return self.pipe.predict(*args, same_batch=True, predicts=True, **kwargs)
-            kind = trains, step_name, choices
-            kwargs["outputs"] = kind not in self._quiet
             if self._weighs:
                 kwargs["target"] = args[0]
-            result, loss, output = self._inner.run_batch(*args, trains=trains, **kwargs)
+            result, loss, output = self._inner.run_batch(
+                *args, trains=trains, outputs=True, **kwargs
+            )
             self._check(*args, **kwargs)
         with torch.set_grad_enabled(trains):
-            # Where only numbers leave a step, no other rank needs its outputs.
-            outputs = output["rest"] if kwargs["outputs"] else None
-            if kwargs["outputs"] and not self._log.keeps(outputs, choices):
-                self._quiet.add(kind)
-            returned = self._log.pass_on(outputs, result, choices)
-        returns = self._log.returns[step_name]
-        if returns is None:
-            return returned
-        return {"loss": loss, **(returned or {})} if issubclass(returns, Mapping) else loss
+            rest = self._log.pass_on(output["rest"], result)
+        if self._log.returned is None:
+            return rest
+        return {"loss": loss, **(rest or {})} if issubclass(self._log.returned, Mapping) else loss
 
-    def _check(self, *args: Any, outputs: bool, **kwargs: Any) -> None:
+    def _check(self, *args: Any, **kwargs: Any) -> None:
         """In the first step of a kind: check whether its loss and numbers are means over samples.
 
         Raises:
@@ -191,8 +173,8 @@ class _OnPipeline(nn.Module):
         for name, (whole, halves) in apart.items() if self.pipe.is_main_process else ():
             logger.warning(
                 "penstock: %s of %s is %.6g for the first microbatch, and %.6g as the mean of its halves: "
-                "the mean over microbatches is not what it is for the batch. Give what it is computed from "
-                "to a metric of torchmetrics, which gets the whole batch",
+                "the mean over microbatches is not what it is for the batch. Return what it is computed "
+                "from, and compute it in the hook after the step, which gets the whole batch",
                 described(name), step_name, whole, halves,
             )  # fmt: skip
 

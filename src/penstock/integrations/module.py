@@ -72,6 +72,9 @@ class PipelineModule(nn.Module):
         pipe: the pipeline.
     """
 
+    follows_outputs = True
+    """Whether gradients flow through outputs that come with a loss."""
+
     def __new__(cls, pipe: Pipeline) -> PipelineModule:
         """A module of the class that suits the pipeline's model."""
         kind = type(pipe.model)
@@ -142,7 +145,7 @@ class PipelineModule(nn.Module):
         target = of_step.pop("target", MISSING)
         batch = engine.arguments(args, kwargs, model_kwargs, target=target)
         engine.cut(batch)
-        run = self._pass(batch, again=outputs)
+        run = self._pass(batch, again=outputs and self.follows_outputs)
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock._engine.parallel import local_part
 from penstock._engine.rng import generator_states, generators_kept, set_generator_states
-from penstock._engine.values import map_tensors, tensors_in
+from penstock._engine.values import contents_kept, map_tensors, tensors_in
 from penstock.errors import UsageError
 from penstock.pipeline import CallArguments, Pipeline
 
@@ -141,7 +141,11 @@ class Pass:
         return [*compress(gradients, self._reached), *gradients[len(self._weights) :]]
 
     def _run_again(self, gradients: list[list[Tensor | None]]) -> None:
-        assert self._state is not None
+        if self._state is None:
+            raise UsageError(
+                "a gradient has arrived at what a step returns besides its loss; add the term that needs it "
+                "to the loss in the step"
+            )
         for copy in self._copies.values():
             copy.grad = None
         with self._state.restored(), self.collecting():
@@ -201,26 +205,25 @@ class _State:
     def restored(self) -> Iterator[None]:
         """A context in which everything is as it was; what it changes is undone in the end."""
         modes = [(module, module.training) for module, _ in self._modes]
-        buffers = [(buffer, buffer.detach().clone()) for buffer, _ in self._buffers]
         with ExitStack() as stack:
+            stack.enter_context(contents_kept(buffer for buffer, _ in self._buffers))
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
             if self._drawn is not None:
                 stack.enter_context(generators_kept([self._pipe.device]))
                 set_generator_states(self._drawn, [self._pipe.device])
-            _set(self._modes, self._buffers)
+            for buffer, numbers in self._buffers:
+                buffer.data.copy_(numbers)
             try:
+                _set(self._modes)
                 yield
             finally:
-                _set(modes, buffers)
+                _set(modes)
 
 
-def _set(modes: Sequence[tuple[nn.Module, bool]], buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _set(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 class _Graph(torch.autograd.Function):

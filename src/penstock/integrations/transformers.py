@@ -24,7 +24,6 @@ except ImportError as error:
         "pip install 'penstock-pipeline[transformers]'"
     ) from error
 
-from penstock._engine.launchers import read_launcher
 from penstock._engine.parallel import side_by_side
 from penstock._engine.runtime import Loss
 from penstock._engine.values import tensors_in
@@ -113,11 +112,10 @@ class PipelineTrainer(Trainer):
         """Options of the Pipeline: its loss, and its place among the processes."""
         options = {"loss_fn": self._loss_of(model), "device": self.args.device, **options}
         world = self.args.world_size
-        read_launcher()
         if world == 1 and os.environ.get("WORLD_SIZE", "1") != "1":
             raise UsageError(
-                "TrainingArguments was made before this process knew of the others: call "
-                "penstock.read_launcher() at the top of the program"
+                "TrainingArguments was made before WORLD_SIZE was set: set RANK, WORLD_SIZE and LOCAL_RANK "
+                "before the program starts, as torchrun does"
             )
         if world == 1 or "mesh" in options:
             return options

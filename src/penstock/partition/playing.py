@@ -224,6 +224,7 @@ class Live(Writer):
         super().__init__(tree, call.score.draws, call.score.batch)
         self._player, self._values, self._call = player, values, call
         self._decided = False
+        self._kept: list[tuple[Tensor, Number]] = []
         for number, tensor in values.items():
             self.numbers[id(tensor)] = number
 
@@ -239,11 +240,16 @@ class Live(Writer):
         line = note.line
         if self._call.plan.owners[line.index] != len(self._call.plan.mine) - 1:
             return super().answer(note)
+        # A stage changes a copy of the author's tensor, for which the author's code still has its own.
+        changed = [(note.given[t[1]], new) for t, new in line.changes if t[0] is GIVEN]
         self._inside = True
         try:
             self._player.play_line(note, self._values, self._call)
         finally:
             self._inside = False
+        for tensor, number in changed:
+            self.numbers[id(tensor)] = number
+        self._kept += changed
         for number in line.looks:
             self.shown[number] = self._values[number]
             self.numbers[id(self._values[number])] = number

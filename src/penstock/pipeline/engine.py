@@ -41,6 +41,7 @@ from penstock._engine.runtime import (
     advice,
     differ,
 )
+from penstock._engine.values import contents_kept
 from penstock.errors import PenstockError, StageError, UsageError
 from penstock.pipeline.default_loss import LossInside
 from penstock.pipeline.holding import HeldModel
@@ -57,7 +58,7 @@ logger = logging.getLogger("penstock")
 
 
 class CallArguments(NamedTuple):
-    """What a user calls a pipeline with.
+    """The arguments of a user's call of a pipeline.
 
     Attributes:
         args: the model's arguments by position.
@@ -444,7 +445,7 @@ class Engine:
     # ---- after a call
 
     def _result(self, step: StepState, started: float) -> StepResult:
-        """What the user gets of a call that was begun at a time of ``perf_counter``."""
+        """The user's result of a call that began at a time of ``perf_counter``."""
         seconds = perf_counter() - started
         outputs: Any = None
         if step.call.outputs:
@@ -542,8 +543,7 @@ class Engine:
 
         modules = [module for stage in self._held.stages for module in stage.called_modules()]
         settled = [m for m in modules if m.training and _is_restless(m)]
-        buffers = [b for m in modules for b in m.buffers(recurse=False) if not b.is_meta]
-        kept = [buffer.clone() for buffer in buffers]
+        buffers = (b for m in modules for b in m.buffers(recurse=False))
         coarse = torch.is_autocast_enabled(device.type) or any(
             p.dtype in (torch.float16, torch.bfloat16) for m in modules for p in m.parameters()
         )
@@ -551,7 +551,7 @@ class Engine:
         try:
             for module in settled:
                 module.training = False
-            with generators_kept([device]):
+            with contents_kept(buffers), generators_kept([device]):
                 (halves, count), (whole, _) = evaluate(2), evaluate(1)
                 drew = not all(map(torch.equal, before, generator_states([device])))
                 drawn, coarses = zip(*self._told([drew, coarse]), strict=True)
@@ -574,9 +574,6 @@ class Engine:
         finally:
             for module in settled:
                 module.training = True
-            with torch.no_grad():
-                for buffer, numbers in zip(buffers, kept, strict=True):
-                    buffer.copy_(numbers)
         both = {name: (whole[name], halves[name]) for name in apart if name not in changing}
         if MAIN in both:
             a, b = both[MAIN]

@@ -19,7 +19,7 @@ from penstock.stage import PipelineStage
 
 
 class HeldModel:
-    """What this process holds of a pipeline's model.
+    """The part of a pipeline's model in this process.
 
     Args:
         runner: gets the stages.
@@ -115,7 +115,7 @@ class HeldModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages of this process live."""
+        """The device of this process's stages."""
         return self.stages[0].device if self.uncut is None else self.uncut.device
 
     def rows(self) -> list[str]:

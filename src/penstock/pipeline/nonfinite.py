@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock._engine.runtime import ActionEvent, Hooks, StepState
 from penstock._engine.transport import Job
-from penstock._engine.values import tensors_in
+from penstock._engine.values import contents_kept, tensors_in
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import PipelineStage, uncompiled
 
@@ -143,18 +143,15 @@ def _tensors(value: Any) -> list[Tensor]:
 @contextmanager
 def _untouched(stages: Sequence[PipelineStage]) -> Iterator[None]:
     """Restore gradients and buffers afterwards."""
-    parameters = [p for stage in stages for p in stage.module.parameters()]
-    buffers = [b for stage in stages for b in stage.module.buffers()]
-    gradients, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
-    for parameter in parameters:
+    gradients = [(p, p.grad) for stage in stages for p in stage.module.parameters()]
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with contents_kept(b for stage in stages for b in stage.module.buffers()):
+            yield
     finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.data.copy_(value)
 
 
 def _is_finite(tensors: Iterable[Tensor]) -> bool:

@@ -279,7 +279,7 @@ class Pipeline:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model is cut: at once if ``stages=`` says where, else by a call."""
+        """True once the model is cut: at once if ``stages=`` says where, else by a call."""
         return self._held.uncut is None
 
     @property
@@ -332,12 +332,12 @@ class Pipeline:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether there is a loss, so that :meth:`step` can train."""
+        """True if there is a loss, so that :meth:`step` can train."""
         return self._loss is not None
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to stop after the step that was made last, the same on every rank of the job.
+        """True if the run should stop after the latest step; the same on every rank of the job.
 
         A signal or a time limit has come on some rank, see :class:`penstock.GracefulStop`.
         """
@@ -345,7 +345,7 @@ class Pipeline:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process prints and writes for all, since it holds rank 0.
+        """True in the process that holds rank 0, which prints and writes for all.
 
         Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, it is rank 0 of the first.
         """
@@ -374,7 +374,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages of this process live."""
+        """The device of this process's stages."""
         return self._held.device
 
     def __repr__(self) -> str:

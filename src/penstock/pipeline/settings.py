@@ -115,17 +115,17 @@ class PipelineSettings:
 
     @cached_property
     def rules(self) -> Rules | None:
-        """How arguments are split."""
+        """The rules by which arguments are split."""
         return read_rules(self.split)
 
     @cached_property
     def home(self) -> torch.device:
-        """Where the stages of this process live."""
+        """The device of this process's stages."""
         raise NotImplementedError
 
     @cached_property
     def patience(self) -> Patience:
-        """How long the ranks wait for one another."""
+        """The limits on how long ranks wait for each other."""
         return Patience(self.timeout)
 
     @cached_property
@@ -210,7 +210,7 @@ class StageSettings(PipelineSettings):
 
     @cached_property
     def home(self) -> torch.device:
-        """Where the stages of this process live."""
+        """The device of this process's stages."""
         others = [type(one).__name__ for one in self.stages if not isinstance(one, PipelineStage)]
         if others or not self.stages:
             raise UsageError(
@@ -280,12 +280,12 @@ class ModelSettings(PipelineSettings):
 
     @cached_property
     def chosen_device(self) -> torch.device | None:
-        """Where to move the stages; None leaves them where the model is."""
+        """The device to move the stages to; None leaves them where the model is."""
         return None if self.device is None else placed_on(self.device)
 
     @cached_property
     def home(self) -> torch.device:
-        """Where the stages of this process live."""
+        """The device of this process's stages."""
         return self.chosen_device or device_of(self.model)
 
     @property
@@ -313,7 +313,7 @@ class ModelSettings(PipelineSettings):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan decides schedule, microbatches, stages and what is recomputed."""
+        """True if a plan decides schedule, microbatches, stages and recomputation."""
         return isinstance(self.schedule, planning.Plan) or self.schedule == "auto"
 
     def planned(self) -> ModelSettings:

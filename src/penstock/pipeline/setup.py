@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock._engine.devices import use
 from penstock._engine.faults import Activity, Watch, decline, meet, noticing_gone_machines
-from penstock._engine.launchers import read_launcher
+from penstock._engine.launchers import check_launcher
 from penstock._engine.parallel import (
     begin_equal,
     group_across,
@@ -252,8 +252,7 @@ def connect_process(settings: PipelineSettings) -> Transport | None:
     device, patience = settings.home, settings.patience
     group = group_of(settings.mesh)
     if group is None and not launched():
-        read_launcher()
-    if group is None and not launched():
+        check_launcher()
         return None
     use(device)
     members = members_of(settings.mesh, settings.replica_set.group)

@@ -129,7 +129,7 @@ class ListedWeights(ABC):
         return sum_over(self.counting, self.weights.counted(), of)
 
     def writes(self) -> bool:
-        """Whether this process saves what it has; all ranks call it."""
+        """True if this process saves its part; all ranks call it."""
         return True
 
     @abstractmethod
@@ -197,7 +197,7 @@ class WholeWeights(ListedWeights):
             self.weights.check_filled()
 
     def writes(self) -> bool:
-        """Whether this process saves the weights."""
+        """True if this process saves the weights."""
         self.check_equal()
         return self.job.rank == 0
 

@@ -9,6 +9,7 @@ cuts them.
 from penstock.pipelining._IR import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.schedules import (
+    PipelineActivationLiveness,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -16,14 +17,17 @@ from penstock.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    analyze_pipeline_activation_liveness,
 )
 from penstock.pipelining.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
-from penstock.pipelining.stage import PipelineStage, build_stage
+from penstock.pipelining.stage import PipelineStage, PipelineStageInfo, build_stage
 
 __all__ = [
     "Pipe",
     "PipeInfo",
+    "PipelineActivationLiveness",
     "PipelineStage",
+    "PipelineStageInfo",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -33,6 +37,7 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "_ScheduleForwardOnly",
+    "analyze_pipeline_activation_liveness",
     "build_stage",
     "pipe_split",
     "pipeline",

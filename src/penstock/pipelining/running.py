@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock._engine.microbatches import Batch, Microbatch
-from penstock._engine.runtime import Call, Reduction, StepLoss, StepState
+from penstock._engine.runtime import ActionEvent, Call, Hooks, Reduction, StepLoss, StepState
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
 from penstock.pipeline import Pipeline, before_meeting
@@ -128,9 +128,15 @@ DEFAULTS: dict[str, Any] = {
     "scale_grads": True,
     "backward_requires_autograd": True,
     "defer_pp_recv": False,
+    "max_active_stages": 3,
+    "unshard_lookahead": "full",
+    "defer_reduce_grad_wait": False,
+    "max_outstanding_sends": None,
 }
 """The arguments of schedule classes besides their stages, in torch's order; not every class has all."""
-OF_SEVERAL = ("use_full_backward", "backward_requires_autograd", "defer_pp_recv")
+SINCE_2_15 = tuple(DEFAULTS)[-4:]
+"""Those of torch 2.15, the last two by name alone."""
+OF_SEVERAL = ("use_full_backward", "backward_requires_autograd", "defer_pp_recv", *SINCE_2_15)
 """The arguments that only classes with several stages per rank have."""
 
 
@@ -138,8 +144,17 @@ def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
     """Return a schedule class's arguments: ``stages`` names the first, ``without`` those that it lacks."""
     defaults = {stages: Parameter.empty, **DEFAULTS}
     named = {name: default for name, default in defaults.items() if name not in without}
-    by_both = Parameter.POSITIONAL_OR_KEYWORD
-    return Signature([Parameter(name, by_both, default=value) for name, value in named.items()])
+    by_name = SINCE_2_15[2:]
+    return Signature(
+        [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY if name in by_name else Parameter.POSITIONAL_OR_KEYWORD,
+                default=value,
+            )
+            for name, value in named.items()
+        ]
+    )
 
 
 class PipelineSchedule:
@@ -158,6 +173,12 @@ class PipelineSchedule:
             after it.
         backward_requires_autograd: whether ``step`` refuses to run while gradients are disabled.
         defer_pp_recv: accepted and ignored: receives are always posted where they are needed.
+        max_active_stages: accepted and ignored, like the next two: the parameters of a stage under FSDP2 are
+            gathered at the beginning of a step, and freed and reduced at its end.
+        unshard_lookahead: see ``max_active_stages``.
+        defer_reduce_grad_wait: see ``max_active_stages``.
+        max_outstanding_sends: checked and ignored: a tensor that was sent is freed when a later message shows
+            that it has arrived.
 
     Raises:
         UsageError: the schedule cannot run this number of microbatches or of stages per rank.
@@ -168,6 +189,8 @@ class PipelineSchedule:
     """The name of Penstock's schedule."""
     trains: ClassVar[bool] = True
     """Whether the schedule may have a loss."""
+    spells_out_messages: ClassVar[bool] = False
+    """Whether its own order is that with messages, as that of torch's runtime is."""
     __signature__: ClassVar[Signature] = arguments("stages", OF_SEVERAL)
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -189,6 +212,7 @@ class PipelineSchedule:
         self._requires_autograd: bool = chosen["backward_requires_autograd"]
         self._defer_pp_recv: bool = chosen["defer_pp_recv"]
         self._internal_losses: list[Tensor] = []
+        self._finalizes = True
         self._loop: LoopDrive | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
@@ -198,9 +222,12 @@ class PipelineSchedule:
         self.fwd_recv_ops: Any = Arrived()
         self.bwd_recv_ops: Any = Arrived()
         self.backward_counter: Counter[int] = Counter()
+        sends = chosen["max_outstanding_sends"]
         with before_meeting(self._stages[0].group):
             if self._n_microbatches < 1:
                 raise UsageError(f"n_microbatches={self._n_microbatches}: must be at least 1")
+            if sends is not None and (type(sends) is not int or sends < 0):
+                raise UsageError(f"max_outstanding_sends={sends!r}: must be a whole number or None")
             self._build()
 
     @property
@@ -340,6 +367,7 @@ class PipelineSchedule:
         arg_mbs: list[Any] | None = None,
         kwarg_mbs: list[Any] | None = None,
         target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run a batch: forward, and backward if there is a loss.
@@ -354,6 +382,9 @@ class PipelineSchedule:
                 already split.
             kwarg_mbs: likewise, the keyword arguments.
             target_mbs: likewise, the targets.
+            finalize_gradients: whether the gradients of stages under FSDP2 are reduced at the end. Without,
+                they stay with this process, and the next step that finalizes reduces them with its own; read
+                ``.grad`` after that one. Other stages do not notice.
             kwargs: keyword arguments for the stages of this process.
 
         Returns:
@@ -362,6 +393,7 @@ class PipelineSchedule:
         Raises:
             RuntimeError: gradients are disabled.
         """
+        self._finalizes = finalize_gradients
         self._internal_losses.clear()  # a step by hand that failed leaves some
         try:
             if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
@@ -400,7 +432,7 @@ class PipelineSchedule:
 
     def _in_a_loop(self, batch: Any, *args: Any, **options: Any) -> None:
         """Run a batch by ``_step_microbatches``, which may be a loop of the user's own."""
-        call = Call(batch_of(*batch), trains=self._has_backward)
+        call = self._call(batch_of(*batch))
         try:
             with ExitStack() as stack:
 
@@ -415,6 +447,20 @@ class PipelineSchedule:
             self._loop.end()
         finally:
             self._loop = None
+
+    def _call(self, batch: Batch, **options: Any) -> Call:
+        """What a step is to do."""
+        hooks = Hooks(ActionEvent)
+        for stage in self._stages:
+            if stage.forward_contexts:
+                hooks.add(stage.note_forward, None, f"{stage.stage_index}F*")
+        return Call(
+            batch,
+            trains=self._has_backward,
+            finalizes=self._finalizes or not self._has_backward,
+            hooks=hooks or None,
+            **options,
+        )
 
     def _all_actions(self) -> Schedule:
         """The schedule; if there is none, what a loop by hand may do."""
@@ -464,7 +510,7 @@ class PipelineSchedule:
         loss = self._loss(loss_kwargs) if self._has_backward else None
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
-        call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
+        call = self._call(batch, loss=loss, keep=True, custom=custom)
         done = self._pipeline(self.schedule).engine.perform(lambda: call, trains=call.trains)
         last = self._last_stage
         if last is None:

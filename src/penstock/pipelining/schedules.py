@@ -11,6 +11,10 @@ from penstock.pipelining._utils import (
     generate_stage_to_rank_mapping,
 )
 from penstock.pipelining.by_hand import start_by_peer, start_messages, wait_all
+from penstock.pipelining.liveness import (
+    PipelineActivationLiveness,
+    analyze_pipeline_activation_liveness,
+)
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -32,6 +36,7 @@ from penstock.pipelining.running import (
 from penstock.pipelining.stage import PipelineStage, StageBase
 
 __all__ = [
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
@@ -43,6 +48,7 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
+    "analyze_pipeline_activation_liveness",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
     "get_schedule_class",
@@ -59,6 +65,7 @@ UNSHARD, RESHARD = ComputationType.UNSHARD, ComputationType.RESHARD
 REDUCE_GRAD, WAIT_REDUCE_GRAD = ComputationType.REDUCE_GRAD, ComputationType.WAIT_REDUCE_GRAD
 SEND_F, RECV_F = ComputationType.SEND_F, ComputationType.RECV_F
 SEND_B, RECV_B = ComputationType.SEND_B, ComputationType.RECV_B
+WAIT_SEND_F, WAIT_SEND_B = ComputationType.WAIT_SEND_F, ComputationType.WAIT_SEND_B
 
 _Action = ActionTuple
 _ComputationType = ComputationType
@@ -142,6 +149,8 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 class ScheduleRuntime(PipelineScheduleMulti):
     """Runs any schedule; load its actions with ``_load_csv`` before the first step."""
+
+    spells_out_messages = True
 
     def _dump_csv(self, filename: Any, format: str = "compute_comms") -> None:
         """Write the schedule, one row per rank; by default with its messages."""

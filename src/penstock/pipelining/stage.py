@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import P2POp
+from torch.utils.hooks import RemovableHandle
 
 from penstock import stage as engine
 from penstock._engine.parallel import gathered, group_of, let_cross, seat
+from penstock._engine.runtime import ActionEvent
 from penstock._engine.values import tensors_in
 from penstock.errors import UsageError
 from penstock.partition import Shared
@@ -34,6 +39,24 @@ from penstock.schedule import Action, Op, Schedule
 from penstock.stage import Gradients
 
 Build = Callable[[], Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStageInfo:
+    """Which forward of which stage a context is for.
+
+    Attributes:
+        stage_index: the index of the stage.
+        microbatch_index: the index of the microbatch.
+        is_metadata_inference: always False: no stage runs to find out shapes.
+    """
+
+    stage_index: int
+    microbatch_index: int
+    is_metadata_inference: bool = False
+
+
+Contexts = Callable[[PipelineStageInfo], AbstractContextManager[Any]]
 
 
 class StageBase:
@@ -71,6 +94,7 @@ class StageBase:
     stage_index_to_group_rank: dict[int, int]
     has_backward: bool = False
     _drive: FunctionDrive | None = None
+    forward_contexts: Mapping[int, Contexts] = {}
 
     @property
     def leaves_results(self) -> bool:
@@ -144,6 +168,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
             self.output_chunks: list[Any] = []
             self.log_prefix = f"[Stage {stage_index}]"
             self._noted: list[Any] | None = None
+            self.forward_contexts: OrderedDict[int, Contexts] = OrderedDict()
+            self._forward_of = 0
             super().__init__(submodule, stage_index, num_stages, device)
             if get_mesh is not None:
                 let_cross([submodule], get_mesh)
@@ -165,12 +191,44 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     def _call_noted(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; compare the first microbatch's shapes, and note what a call by hand wants."""
-        output = self._run(*args, **kwargs)
+        with ExitStack() as stack:
+            for context in self.forward_contexts.values():
+                info = PipelineStageInfo(
+                    stage_index=self.stage_index, microbatch_index=self._forward_of
+                )
+                stack.enter_context(context(info))
+            output = self._run(*args, **kwargs)
         if self._examples:
             self._compare(input_args=args, output_args=output)
         if self._noted is not None:
             self._noted.append(output)
         return output
+
+    def register_forward_context(self, context_factory: Contexts) -> RemovableHandle:
+        """Let each forward of the stage's module run in a context.
+
+        Args:
+            context_factory: called with a :class:`PipelineStageInfo` before each forward, also one of
+                :meth:`forward_one_chunk`; returns the context, which may not hold exceptions back.
+
+        Returns:
+            A handle whose ``remove()`` ends this.
+
+        Raises:
+            RuntimeError: there is such a context already.
+        """
+        if self.forward_contexts:
+            raise CallError(
+                f"stage {self.stage_index} has a forward context already; remove() its handle first"
+            )
+        handle = RemovableHandle(self.forward_contexts)
+        self.forward_contexts[handle.id] = context_factory
+        return handle
+
+    def note_forward(self, event: ActionEvent) -> None:
+        """Note which microbatch the next forward is of."""
+        assert event.action.microbatch is not None
+        self._forward_of = event.action.microbatch
 
     def output_of(self, perform: Callable[[Action], None], action: Action) -> Any:
         """Let the engine perform a forward of this stage, and return the module's output."""
@@ -327,6 +385,16 @@ class PipelineStage(StageBase, engine.PipelineStage):
         """By hand, after a step's last backward: scale the gradients, which the step reduces at its end."""
         self.scale_grads(grad_scale_factor)
 
+    def start_gradient_reduction(self) -> None:
+        """Do nothing: a step reduces the gradients at its end, while other stages still compute."""
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Scale the gradients; see :meth:`perform_reduce_grad`."""
+        self.perform_reduce_grad(grad_scale_factor)
+
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """Do nothing: of an output that was sent only its place in autograd's graph is kept."""
+
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients by a number; in a loop by hand once they are reduced, at the step's end."""
         if self._drive is not None:
@@ -416,6 +484,7 @@ _normalize_model_output_as_tuple = as_tuple
 __all__ = [
     "PipeInfo",
     "PipelineStage",
+    "PipelineStageInfo",
     "PipeliningMetadataError",
     "StageBase",
     "build_stage",

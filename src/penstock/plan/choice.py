@@ -40,7 +40,7 @@ CustomSchedule = Annotated[
 
 @dataclass(frozen=True)
 class PlanShape:
-    """What a plan decides, apart from the cut.
+    """The decisions of a plan, apart from the cut.
 
     Args:
         schedule: the name of the schedule.
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def source(self) -> str | Schedule:
-        """What to give to a Pipeline: a name, which works for any number of microbatches, or a schedule."""
+        """The ``schedule=`` of a Pipeline: a name, for any number of microbatches, or a schedule."""
         return self.shape.schedule if self.custom is None else self.custom
 
     @cached_property

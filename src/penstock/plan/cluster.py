@@ -18,7 +18,7 @@ from penstock.plan.devices import Device, device_named
 
 @dataclass(frozen=True)
 class Link:
-    """How messages travel from one rank to another; the same in the other direction, if that is not given.
+    """The speed of messages from one rank to another; the same in the other direction, if that is not given.
 
     Args:
         source: the rank that sends.

@@ -62,7 +62,7 @@ COPIES = 4
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit costs for one microbatch, in seconds and bytes.
+    """The costs of one unit for one microbatch, in seconds and bytes.
 
     Args:
         path: the path of its module.
@@ -181,7 +181,7 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the stages of a cut cost for a microbatch, in seconds and bytes; one number per stage.
+    """The costs of the stages of a cut for a microbatch, in seconds and bytes; one number per stage.
 
     Args:
         forward: the time of F.
@@ -328,7 +328,7 @@ class UnitCosts:
         on: Sequence[UnitCosts] = (),
         links: Sequence[Wire] = (),
     ) -> StageCosts:
-        """What the stages of a cut cost.
+        """The costs of the stages of a cut.
 
         Args:
             cut: the units that stages start with.
@@ -541,7 +541,7 @@ Coster = Callable[[int, Device | None], UnitCosts]
 
 @dataclass
 class Profile:
-    """What the units of a model cost, found for each size of microbatch on its first use.
+    """The costs of a model's units, found for each size of microbatch on its first use.
 
     Args:
         device: the device: a name in the table of devices, or the device of the measurement.
@@ -577,7 +577,7 @@ class Profile:
     __pydantic_config__ = FILE
 
     def at(self, samples: int) -> UnitCosts:
-        """What a microbatch of so many samples costs.
+        """The costs of a microbatch of so many samples.
 
         Raises:
             UsageError: the costs are unknown, and there is no model to find them with.
@@ -592,7 +592,7 @@ class Profile:
         return self.known[samples].scaled(self.factors)
 
     def on(self, samples: int, device: Device, alone: float) -> UnitCosts:
-        """What a microbatch of so many samples costs on a device.
+        """The costs of a microbatch of so many samples on a device.
 
         Args:
             samples: the number of samples.
@@ -617,7 +617,7 @@ class Profile:
         )
 
     def on_all(self, samples: int, devices: Sequence[Device]) -> tuple[UnitCosts, ...]:
-        """What a microbatch costs on each of several devices; those that are alike share their costs.
+        """The costs of a microbatch on each of several devices; equal devices share their costs.
 
         Args:
             samples: the number of samples.

@@ -61,7 +61,7 @@ class Device:
                 raise UsageError(f"{name}={getattr(self, name)}: must be above 0, at most 1")
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
-        """How long an operation takes: the longer of its arithmetic and memory time, at least ``launch``.
+        """The time of an operation: the longer of its arithmetic and memory time, at least ``launch``.
 
         Args:
             flops: the floating-point operations of its products and convolutions.

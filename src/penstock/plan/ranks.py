@@ -38,7 +38,7 @@ class PipelineRanks:
     def stages(
         self, cut: Cut, placement: Placement, again: Collection[int] = (), states: float = 2.0
     ) -> StageCosts:
-        """What the stages of a cut cost; names as in ``UnitCosts.stages``."""
+        """The costs of the stages of a cut; names as in ``UnitCosts.stages``."""
         return self.units[0].stages(
             cut,
             placement,
@@ -56,7 +56,7 @@ class PipelineRanks:
 def units_on(
     profile: Profile, samples: int, devices: int, cluster: Cluster | None
 ) -> tuple[UnitCosts, ...]:
-    """What a microbatch costs on each of so many devices, or on those of a cluster."""
+    """The costs of a microbatch on each of so many devices, or on those of a cluster."""
     if cluster is None:
         return (profile.at(samples),) * devices
     return profile.on_all(samples, cluster.devices)

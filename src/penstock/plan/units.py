@@ -487,22 +487,18 @@ class _Runs:
         self._plan: CallPlan | None = None
         self._sizes: dict[str, int] = {}
 
-    def written(self) -> tuple[StageCall, Any, Any]:
-        """The call of the stages in a run, and their arguments; random numbers are those of all others."""
+    def forward(self, gauge: Gauge) -> list[Section]:
+        """A forward, with the same random numbers as all others."""
         torch.manual_seed(0)
         args, kwargs = map_tensors(self._call, _fresh)
         first = self._stages[0]
         score = first.scores([(args, kwargs, None)])[0]
         plan: CallPlan = first.plan(score)
         self._check(plan)
-        args, kwargs = (args, kwargs) if score is None else (score.batch, {})
-        return StageCall(plan, 0, score), *map_tensors((args, kwargs), self._take)
-
-    def forward(self, gauge: Gauge, call: StageCall, args: Any, kwargs: Any) -> list[Section]:
-        """A forward of all stages, as it was written."""
-        torch.manual_seed(0)
-        plan: CallPlan = call.plan
-        values, sections = dict[str, Any](), list[Section]()
+        args, kwargs = map_tensors(
+            (args, kwargs) if score is None else (score.batch, {}), self._take
+        )
+        call, values, sections = StageCall(plan, 0, score), dict[str, Any](), list[Section]()
         for place, stage in enumerate(self._stages):
             section = Section(self._units[place], self._splits[place])
             sections.append(section)
@@ -514,9 +510,8 @@ class _Runs:
                 if place in edge.targets
             }
             entered = {name: _memory(value) for name, value in arrived.items()}
-            if call.score is not None:
-                given = stage.given(call.score, plan)
-                kwargs = {"given": [self._take(tensor) for tensor in given]} if given else {}
+            if score is not None:
+                kwargs["given"] = [self._take(tensor) for tensor in stage.given(score, plan)]
             with gauge(section, "forward"):
                 output, sent = stage(call, dict(arrived), *args, **kwargs)
                 if stage is self._stages[-1]:
@@ -561,26 +556,32 @@ class _Runs:
             )
 
     def timed(self, clock: Stopwatch) -> list[Mapping[str, float]]:
-        """The times of the actions of each section; that of F is the latest of two."""
-        first, second = self.written(), self.written()
-        halves, whole = self.forward(clock, *first), self.forward(clock, *second)
+        """The times of the actions of each section; that of F is the mean of two."""
+        whole, halves = self.forward(clock), self.forward(clock)
         for section in reversed(halves):
             section.backward(clock, HALVES)
         for section in reversed(whole):
             section.backward(clock, WHOLE)
-        return [{**first.took, **last.took} for first, last in zip(halves, whole, strict=True)]
+        return [
+            {
+                **other.took,
+                **one.took,
+                "forward": (one.took["forward"] + other.took["forward"]) / 2,
+            }
+            for one, other in zip(whole, halves, strict=True)
+        ]
 
     def counted(self, gauge: Count) -> tuple[list[Section], tuple[ValueCost, ...]]:
         """What was counted of each section, and the values between units.
 
         Of sections that are alike, one has a backward, and stands for all of them.
         """
-        sections, first = self.forward(gauge, *self.written()), dict[Any, int]()
+        sections, first = self.forward(gauge), dict[Any, int]()
         values = self._values(sections)
         alike = [first.setdefault(_kind(section), n) for n, section in enumerate(sections)]
         for number in reversed(first.values()):
             sections[number].backward(gauge, WHOLE)
-        halves = self.forward(gauge, *self.written())
+        halves = self.forward(gauge)
         for number in reversed(first.values()):
             one, other = sections[number], halves[number]
             other.backward(gauge, HALVES)

@@ -115,7 +115,7 @@ def halves(entry: Entry) -> tuple[Action, ...]:
 
 
 def computes(entry: Entry) -> bool:
-    """Whether an entry is an F, I, W or B, or an overlapped pair of them."""
+    """Tell if an entry is an F, I, W or B, or an overlapped pair of them."""
     return isinstance(entry, Overlap) or entry.op in COMPUTE_OPS
 
 

@@ -233,12 +233,12 @@ class Schedule:
 
     @property
     def communicates(self) -> bool:
-        """Whether its messages are spelled out."""
+        """True if the programs contain messages."""
         return not self.ops.isdisjoint(MESSAGE_OPS)
 
     @property
     def trains(self) -> bool:
-        """Whether it runs any backward."""
+        """True if it runs any backward."""
         return not self.ops.isdisjoint({Op.I, Op.W, Op.B})
 
     @property

@@ -25,7 +25,7 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What each action costs: one number for all stages, or one per stage.
+    """The costs of actions: one number for all stages, or one per stage.
 
     Args:
         forward: time of F.
@@ -118,7 +118,7 @@ COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
 def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
-    """How long each op that takes time takes on each stage."""
+    """The durations of each op that takes time, by stage."""
     return {op: costs.per_stage(name, stages) for op, name in COST_OF.items()}
 
 
@@ -134,7 +134,7 @@ def growths(costs: Costs, stages: int) -> dict[Op, list[float]]:
 
 
 def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
-    """How long a message, given by its SEND, keeps its channel busy."""
+    """The time for which a message, given by its SEND, keeps its channel busy."""
     if not costs.message:
         return 0.0
     forward = send.op is Op.SEND_F
@@ -160,7 +160,7 @@ ITS_TURN = -1
 
 
 class Ran(NamedTuple):
-    """How far programs got, and when.
+    """The progress of programs, with times.
 
     Attributes:
         start: when each number started, or ``NOT_YET``.

@@ -47,19 +47,19 @@ class Slow:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Its name in a message."""
         stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
         return f"rank {self.rank} ({stages})" if self.kind == "rank" else stages
 
     def __str__(self) -> str:
         return (
-            f"{self.name} is {self.factor:.2f} times slower than predicted, relative to the rest; this "
+            f"{self.name} takes {self.factor:.2f} times as long as predicted, relative to the rest; this "
             f"costs the step {self.seconds * 1e3:.3g} ms ({self.share:.0%})"
         )
 
 
 def costs_of(stages: int, timeline: Timeline) -> Costs:
-    """What the actions of a recorded step took, by their medians; 0 for what did not run.
+    """The median times of the actions of a recorded step; 0 for those that did not run.
 
     Args:
         stages: the number of stages.

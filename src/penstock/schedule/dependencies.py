@@ -85,7 +85,7 @@ def counterpart(action: Action) -> Action:
 
 
 class Dependencies:
-    """What must come before each action of a schedule, and which messages its values need.
+    """The dependencies of each action of a schedule, and the messages that its values need.
 
     Args:
         schedule: any schedule, with or without its messages.
@@ -136,7 +136,7 @@ class Dependencies:
         return [self.settle(need, microbatch) for need in needs]
 
     def needs(self, stage: int, op: Op, peer: int | None = None) -> Needs:
-        """What the actions of a stage, an op and a peer need, whatever their microbatch.
+        """The needs of the actions of a stage, an op and a peer, whatever their microbatch.
 
         REDUCE_GRAD needs them for every microbatch, other actions for their own.
         """
@@ -155,7 +155,7 @@ class Dependencies:
         return Action(stage, op, None if op in STAGE_OPS else microbatch, peer)
 
     def shards(self, stage: int) -> bool:
-        """Whether UNSHARD gathers the stage's parameters and RESHARD frees them.
+        """Tell if UNSHARD gathers the stage's parameters and RESHARD frees them.
 
         If so, the stage must be unsharded before each of its computing actions and before a RESHARD, and
         not unsharded before an UNSHARD.

@@ -94,7 +94,7 @@ class Simulation:
         return tuple(chain.from_iterable(map(self._spans_at, numbers)))
 
     def span(self, action: Action) -> Span:
-        """When an action ran; for one that recurs, the first time.
+        """The span of an action; of one that recurs, the first.
 
         Raises:
             UsageError: the schedule has no such action.
@@ -115,7 +115,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last computing action ends; all clocks start at 0."""
+        """The end of the last computing action; all clocks start at 0."""
         return max((self._end[row[-1]] for row in self._rows if row), default=0.0)
 
     @cached_property
@@ -127,7 +127,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes; time in which a pair overlaps counts once."""
+        """The computing time of each rank; time in which a pair overlaps counts once."""
         return tuple(sum(map(self._lengths.__getitem__, row)) for row in self._rows)
 
     @property
@@ -173,7 +173,7 @@ class Simulation:
         return tuple(max([0.0, *held]) for held in self._held)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """What a rank holds over time: pairs of a time and what the rank holds from then on.
+        """The memory of a rank over time: pairs of a time and the memory from then on.
 
         F takes memory when it starts; the other ops free memory when they end.
         """

@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """How long the action ran."""
+        """The duration of the action."""
         return self.end - self.start
 
 
@@ -63,7 +63,7 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """When the first span starts; 0 if there are none."""
+        """The start of the first span; 0 if there are none."""
         return min((span.start for span in self.spans), default=0.0)
 
     @cached_property
@@ -73,7 +73,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computed; time in which spans overlap counts once."""
+        """The computing time of each rank; time in which spans overlap counts once."""
         return tuple(_covered(self.of_rank(rank)) for rank in range(self.ranks))
 
     @property

@@ -69,7 +69,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the schedule is proven to complete."""
+        """True if the schedule is proven to complete."""
         return not self.problems
 
     def raise_if_bad(self) -> None:

@@ -2,17 +2,13 @@
 
 from penstock.testing.faults import Fault, InjectedError, fail_at
 from penstock.testing.oracle import Case, Refusal, Verdict, compare, judge, plain_loop
-from penstock.testing.recording import Recorded, RecordingTransport, Traffic, record_messages
 from penstock.testing.workers import WorkerError, WorkerPool
 
 __all__ = [
     "Case",
     "Fault",
     "InjectedError",
-    "Recorded",
-    "RecordingTransport",
     "Refusal",
-    "Traffic",
     "Verdict",
     "WorkerError",
     "WorkerPool",
@@ -20,5 +16,4 @@ __all__ = [
     "fail_at",
     "judge",
     "plain_loop",
-    "record_messages",
 ]

@@ -63,7 +63,7 @@ class Case:
         counts: numbers that the model counts, such as calls of its hooks; several processes add up theirs.
         example_of: what it is an example of.
         evaluates: whether it can be evaluated too.
-        refused: how it is refused; None if it is computed right.
+        refused: how a step of it is refused; None if it is computed right.
     """
 
     model: nn.Module
@@ -238,35 +238,13 @@ def judge(
     Raises:
         UsageError: the case's model has other parameters than the pipeline.
     """
-    cases = [case] if isinstance(case, Case) else [*case]
-    refused = cases[0].refused
-    with _expecting(refused) as refusals:
-        return _judged(cases, pipe, steps, optimizer, evaluate)
-    return Verdict({}, {}, {}, refused, *refusals)
-
-
-@contextmanager
-def _expecting(refused: Refusal | None) -> Iterator[list[Exception]]:
-    """Catches the error by which a case should be refused, here or on another rank."""
-    caught: list[Exception] = []
-    kinds: tuple[type[Exception], ...] = (refused.error, PeerFailed) if refused else ()
-    try:
-        yield caught
-    except kinds as error:
-        caught.append(error)
-
-
-def _judged(
-    cases: Sequence[Case],
-    pipe: Pipeline,
-    steps: int,
-    optimizer: MakeOptimizer | None,
-    evaluate: bool,
-) -> Verdict:
-    mine, seed, first = pipe.replicas.index, pipe.randomness.seed, pipe.randomness.step
-    case = cases[mine]
+    cases, mine = [case] if isinstance(case, Case) else [*case], pipe.replicas.index
+    case, seed, first = cases[mine], pipe.randomness.seed, pipe.randomness.step
+    with _expecting(case.refused) as refusals:
+        actual = _trained(pipe, case, steps, optimizer)
+    if case.refused is not None:
+        return Verdict({}, {}, {}, case.refused, *refusals)
     evaluate = evaluate and case.evaluates
-    actual = _trained(pipe, case, steps, optimizer)
     evaluation = _piped(pipe, case, pipe.evaluate) if evaluate else {}
     # The pipeline knows its units when it is cut, as its first step does.
     draws: Any = _no_draws if seed == "off" else _RandomNumbers(seed, first, pipe.units)
@@ -287,8 +265,18 @@ def _judged(
         actual,
         {name: v for name, v in expected.items() if name in actual or not _is_local(name)},
         {name: value for name, value in at_once.items() if name in actual},
-        case.refused,
     )
+
+
+@contextmanager
+def _expecting(refused: Refusal | None) -> Iterator[list[Exception]]:
+    """Catches the error by which a case should be refused, here or on another rank."""
+    caught: list[Exception] = []
+    kinds: tuple[type[Exception], ...] = (refused.error, PeerFailed) if refused else ()
+    try:
+        yield caught
+    except kinds as error:
+        caught.append(error)
 
 
 def _trained(

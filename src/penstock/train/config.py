@@ -18,6 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from penstock._engine.launchers import check_launcher
 from penstock.errors import ConfigError, InputFileError
 from penstock.schedule import Schedule, build
 from penstock.schedule.reading import DEFAULT, read_text
@@ -217,7 +218,12 @@ def ranks_of(config: TrainConfig) -> int:
 
 
 def world_size() -> int | None:
-    """The number of processes that torchrun started; None without torchrun."""
+    """The number of processes that torchrun started; None without torchrun.
+
+    Raises:
+        UsageError: another launcher has started several processes, without torch's variables.
+    """
+    check_launcher()
     world = os.environ.get("WORLD_SIZE")
     return None if world is None else int(world)
 

@@ -41,14 +41,14 @@ class Adapter:
         """Whether this adapter still belongs to a stage's module, which the user may have wrapped since."""
         raise NotImplementedError
 
-    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Prepare for a call.
 
         Args:
-            microbatches: the number of microbatches.
             trains: whether the call runs backward.
             gathers: whether to gather parameters now, rather than when the schedule says or when they are
                 used.
+            finalizes: whether gradients over shards are reduced at its end, rather than by a later call.
         """
 
     def watch(self, adds_to: Collection[int] | None) -> None:
@@ -120,7 +120,7 @@ class Averaging(Adapter):
         """The parameters whose gradients are averaged, and the buffers that are copied."""
         raise NotImplementedError
 
-    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Prepare for a call."""
         self._reduced = not trains
         parameters, self._buffers = self._tensors() if trains else ((), ())
@@ -171,9 +171,9 @@ class DataParallelStage(Averaging):
         super().__init__(module, apart, module.process_group, activity)
         self._stack = ExitStack()
 
-    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Switch the module's own reduction off."""
-        super().begin(microbatches, trains=trains)
+        super().begin(trains=trains)
         self._stack.enter_context(self._module.no_sync())
 
     def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
@@ -218,9 +218,9 @@ class Sharded(Adapter):
         parts = _sharded_parts(module)
         return len(parts) == len(self._modules) and all(map(operator.is_, parts, self._modules))
 
-    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Postpone the reduction, and start to gather parameters."""
-        self._reduced = not trains
+        self._reduced = not (trains and finalizes)
         if trains:
             self._reduce_next(False)
         # In their first forward, modules learn which of them is outermost and which streams they share;
@@ -327,21 +327,27 @@ class Adapters:
         of_stage: the adapters of each stage.
         microbatches: the number of microbatches.
         trains: whether the call runs backward.
+        finalizes: see :meth:`Adapter.begin`.
     """
 
     def __init__(
-        self, of_stage: Mapping[int, Sequence[Adapter]], microbatches: int, *, trains: bool
+        self,
+        of_stage: Mapping[int, Sequence[Adapter]],
+        microbatches: int,
+        *,
+        trains: bool,
+        finalizes: bool = True,
     ) -> None:
         self._of_stage = of_stage
         self._turns = sorted(of_stage)
         self._left = dict.fromkeys(of_stage, microbatches)
-        self._count, self._trains = microbatches, trains
+        self._trains, self._finalizes = trains, finalizes
 
     def begin(self, *, gathers: bool) -> None:
         """Begin the call; see :meth:`Adapter.begin`."""
         for adapters in self._of_stage.values():
             for adapter in adapters:
-                adapter.begin(self._count, trains=self._trains, gathers=gathers)
+                adapter.begin(trains=self._trains, gathers=gathers, finalizes=self._finalizes)
 
     def watch(self, stage: int, adds_to: Callable[[], Collection[int] | None]) -> None:
         """Note that a backward begins, which may be the last one of the stage that has its turn.

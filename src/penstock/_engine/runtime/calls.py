@@ -51,6 +51,7 @@ class Call:
         same_batch: whether every rank must be given the same batch; None: those in which several ranks were
             given something compare it now and then.
         settings: returns the settings of optimizers that all ranks must have alike.
+        finalizes: whether gradients of sharded stages are reduced at its end, rather than by a later call.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
     """
@@ -67,12 +68,14 @@ class Call:
     refusal: PenstockError | None = None
     same_batch: bool | None = False
     settings: Callable[[], Samples] = dict
+    finalizes: bool = True
     custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 
     @property
     def mode(self) -> str:
         """The mode of the call; with its arguments, it decides which values travel."""
         doing = "train" if self.trains else "evaluate"
+        doing += "" if self.finalizes else " on"
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
 

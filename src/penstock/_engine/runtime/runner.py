@@ -692,7 +692,12 @@ class Runner:
         if not of_stage:
             yield
             return
-        step.adapters = Adapters(of_stage, step.agreement.model_call.count, trains=call.trains)
+        step.adapters = Adapters(
+            of_stage,
+            step.agreement.model_call.count,
+            trains=call.trains,
+            finalizes=call.finalizes,
+        )
         step.adapters.begin(gathers=Op.UNSHARD not in step.agreement.program.schedule.ops)
         try:
             yield

@@ -80,14 +80,13 @@ def tell(
     texts: dict[str, str] = {}
 
     def show() -> list[Any]:
-        nonlocal texts
         head, data = bring()
-        names, texts = parts_of(data)
+        names, mine = parts_of(data)
+        texts.update(mine)
         return [head, names]
 
     def ask(shown: list[Any]) -> list[Any]:
-        nonlocal digests
-        digests = [names for _, names in shown]
+        digests.extend(names for _, names in shown)
         begun = begin([head for head, _ in shown])
         return [[begun, asked] for asked in known.asked(digests)]
 

@@ -46,7 +46,7 @@ class Recipe:
 
     @cached_property
     def any_stages(self) -> bool:
-        """Whether it takes any number of stages per rank."""
+        """True if it takes any number of stages per rank."""
         return len(self._parameters) > 2
 
     @cached_property
@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def trains(self) -> bool:
-        """Whether it runs any backward."""
+        """True if it runs any backward."""
         return self.sample.trains
 
     @property
