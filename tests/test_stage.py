@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage
 from penstock.errors import UsageError
+from tests.catalogue.making import Does
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 ONES = torch.ones(2, 3)
@@ -106,20 +107,10 @@ def test_microbatches_are_apart_and_weights_may_come_in_another_order(backward: 
     assert stage.in_flight == 0
 
 
-class AddsAWeight(nn.Module):
-    """Input and weight get the very same gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight
-
-
 def test_later_microbatches_leave_a_handed_back_gradient_alone(backward: Backward) -> None:
-    """It may still be on its way to another rank while they are added to the weight."""
-    stage = PipelineStage(AddsAWeight(), 1, 2)
+    """It may still be on its way to another rank while they are added to the weight, whose gradient it is."""
+    adds = Does(lambda m, x: x + m.weight, weight=nn.Parameter(torch.zeros(2, 3)))
+    stage = PipelineStage(adds, 1, 2)
     grads = [torch.full((2, 3), float(microbatch + 1)) for microbatch in range(3)]
     for microbatch in range(3):
         stage.forward(microbatch, (learning(),))
@@ -131,16 +122,9 @@ def test_later_microbatches_leave_a_handed_back_gradient_alone(backward: Backwar
 # ---- what comes in is fresh
 
 
-class Does(nn.Module):
-    """Does something to its first argument; gives its double."""
-
-    def __init__(self, what: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.what(x)
-        return x * 2
+def doubling(what: Callable[[Tensor], Any]) -> nn.Module:
+    """Does something to its argument; gives its double."""
+    return Does(lambda _, x: (what(x), x * 2)[1])
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
@@ -154,7 +138,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_in_place_is_seen_by_the_stage_alone(name: str) -> None:
-    stage, expected = PipelineStage(Does(CHANGES[name]), 0, 1), X.clone()
+    stage, expected = PipelineStage(doubling(CHANGES[name]), 0, 1), X.clone()
     CHANGES[name](expected)
     for learns in (True, False):
         x = X.clone().requires_grad_(learns)
@@ -166,7 +150,7 @@ def test_a_change_in_place_is_seen_by_the_stage_alone(name: str) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_change_in_place_without_gradients(mode: Callable[[], Any]) -> None:
-    stage = PipelineStage(Does(torch.relu_), 0, 1)
+    stage = PipelineStage(doubling(torch.relu_), 0, 1)
     with mode():
         x = X.clone()
         assert_equal(stage.forward(0, (x,)), X.relu() * 2)
@@ -183,7 +167,7 @@ def test_hooks_of_the_caller_and_of_the_module(backward: Backward) -> None:
         x.register_hook(fired.append)
         x.relu_()
 
-    stage, x, plain = PipelineStage(Does(change), 0, 1), learning(), learning()
+    stage, x, plain = PipelineStage(doubling(change), 0, 1), learning(), learning()
     x.register_hook(pytest.fail)
     (plain.relu() * 2).backward(X)
     for step in range(2):
@@ -196,14 +180,13 @@ def test_hooks_of_the_caller_and_of_the_module(backward: Backward) -> None:
 
 
 def test_containers_are_the_stages_own() -> None:
-    class Appends(nn.Module):
-        def forward(self, value: dict[str, Any]) -> Any:
-            value["items"].append(value["items"][0])
-            value["count"] += 1
-            return sum(value["items"])
+    def appends(_: Any, value: dict[str, Any]) -> Any:
+        value["items"].append(value["items"][0])
+        value["count"] += 1
+        return sum(value["items"])
 
     value: dict[str, Any] = {"items": [X], "count": 0}
-    assert_equal(PipelineStage(Appends(), 0, 1).forward(0, (value,)), 2 * X)
+    assert_equal(PipelineStage(Does(appends), 0, 1).forward(0, (value,)), 2 * X)
     assert (len(value["items"]), value["count"]) == (1, 0)
 
 
@@ -219,7 +202,7 @@ def test_containers_are_the_stages_own() -> None:
 )
 def test_copies_lie_as_their_originals(original: Tensor) -> None:
     seen: list[Tensor] = []
-    PipelineStage(Does(seen.append), 0, 1).forward(0, (original,))
+    PipelineStage(doubling(seen.append), 0, 1).forward(0, (original,))
     assert_equal(seen[0], original)
     assert not original.numel() or seen[0].data_ptr() != original.data_ptr()
     assert seen[0].stride() == original.stride()

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -718,6 +719,32 @@ class Collects(Shares):
         h = nn.Linear.forward(self, x)
         Outside.items.append(h.square().mean())
         return h
+
+
+class Holds(nn.Linear):
+    """Adds to tensors that its attributes hold inside."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        zero = torch.zeros((), dtype=torch.float64)
+        self.held = {
+            "sum": zero,
+            "nested": [zero.clone()],
+            "state": SimpleNamespace(sum=zero.clone()),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        held: Any = self.held
+        h = super().forward(x) + held["sum"] * 2 - held["nested"][0] + held["state"].sum
+        held["sum"].add_(1)
+        held["nested"][0] += 1
+        held["state"].sum += 0.5
+        return h
+
+
+@program(Holds)
+def adds_to_tensors_inside_attributes(m: Any, x: Tensor) -> Tensor:
+    return through_all(m, x)
 
 
 class Outside:

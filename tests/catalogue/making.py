@@ -1,4 +1,4 @@
-"""What makes the programs of the catalogue: microbatches, and a loss to which every output contributes."""
+"""What makes programs: microbatches, a module of a function, and a loss to which every output contributes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ def case_of(model: nn.Module, calls: Sequence[Call], **options: Any) -> Case:
     whole = [dict(kwargs) if kwargs else tuple(args) for args, kwargs in calls]
     batch = Microbatches(whole, samples=[SAMPLES] * len(calls))
     return Case(model, [batch], None, Loss(loss_of, check=False), **options)
+
+
+class Does(nn.Module):
+    """What a function makes of this module and its arguments; a list of parts is a ``ModuleList``, a tensor a buffer."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
 def calls_of(program: Case) -> list[Call]:

@@ -82,4 +82,7 @@ def run(name: str, group: Any = None) -> Verdict:
     torch.manual_seed(0)
     # Evaluations between processes have tests of their own.
     options: dict[str, Any] = {"stages": stages, "mesh": group, "evaluate": group is None}
+    if name.startswith("between: "):
+        # What is left on modules shows itself in the next step.
+        options |= {"steps": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
     return compare(make(), schedule=schedule, ranks=2, microbatches=4, **options)

@@ -25,6 +25,7 @@ from tests.catalogue.between import (
     through,
     through_all,
 )
+from tests.catalogue.making import Does
 
 TWO = ["l.2"]
 
@@ -265,16 +266,15 @@ def test_an_object_of_the_authors_own_class_may_be_returned() -> None:
 def test_attention_is_evaluated() -> None:
     """PyTorch's takes another way then."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
+    def attend(m: Any, x: Tensor) -> Any:
+        mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        return m.last(m.first(x, x, x, attn_mask=mask, need_weights=False)[0])
 
-        def forward(self, x: Tensor) -> Any:
-            mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
-            return self.last(self.first(x, x, x, attn_mask=mask, need_weights=False)[0])
-
-    x, model = torch.linspace(-1, 1, 24).reshape(2, 3, 4), Attention()
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x, model = (
+        torch.linspace(-1, 1, 24).reshape(2, 3, 4),
+        Does(attend, first=attention, last=nn.Linear(4, 4)),
+    )
     pipe = penstock.Pipeline(model, ranks=2, microbatches=1, loss_fn=torch.dist)
     torch.testing.assert_close(pipe.predict(x), model.eval()(x))
 

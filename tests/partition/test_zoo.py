@@ -16,7 +16,7 @@ from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, partition, unit_calls
 from penstock.schedule import Placement
 from penstock.testing import Case, compare
-from tests.catalogue.making import calls_of, loss_of
+from tests.catalogue.making import Does, calls_of, loss_of
 from tests.catalogue.models import MODELS, D, Residual, Universal
 
 TOLERANCE = 1e-10
@@ -165,54 +165,41 @@ def test_a_loop_that_cannot_be_cut() -> None:
 # ---- where units are
 
 
-class Backwards(nn.Module):
+def backwards() -> nn.Module:
     """Holds its modules in another order than it calls them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(D, 2)
-        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def run(m: Any, x: Tensor) -> Any:
+        for layer in m.layers:
             x = torch.tanh(layer(x))
-        return self.head(x)  # type: ignore[no-any-return]
+        return m.head(x)
+
+    return Does(run, head=nn.Linear(D, 2), layers=[nn.Linear(D, D) for _ in range(3)]).double()
 
 
 def test_a_call_shows_the_order_of_the_modules() -> None:
     with pytest.raises(PartitionError, match=r"a call shows: give example=\(args, kwargs\)"):
-        partition(Backwards().double(), 2)
+        partition(backwards(), 2)
     order = ["layers.0", "layers.1", "layers.2", "head"]
-    assert unit_calls(Backwards().double(), 2, ((rows(),), {})) == order
-
-
-class Chained(nn.Module):
-    """A chain that is heavier than a stage of two, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
-        self.body = nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(self.first(x)))  # type: ignore[no-any-return]
+    assert unit_calls(backwards(), 2, ((rows(),), {})) == order
 
 
 def test_a_chain_in_the_way_of_even_stages_is_taken_apart() -> None:
-    paths = unit_calls(Chained().double(), 2, ((rows(),), {}))
+    body = nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))
+    ends = {"first": nn.Linear(D, D), "last": nn.Linear(D, D)}
+    model = Does(lambda m, x: m.last(m.body(m.first(x))), body=body, **ends).double()
+    paths = unit_calls(model, 2, ((rows(),), {}))
     assert paths == ["first", "body.0", "body.1", "body.2", "body.3", "last"]
 
 
-class Attends(nn.Linear):
+def attends(m: Any, x: Tensor) -> Tensor:
     """Attention over rows, which is far more work than its product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)[None, None]
-        return nn.functional.scaled_dot_product_attention(x, x, x)[0, 0]
+    x = m.layer(x)[None, None]
+    return nn.functional.scaled_dot_product_attention(x, x, x)[0, 0]
 
 
 def test_attention_counts_as_work() -> None:
-    model = nn.Sequential(nn.Linear(D, D), Attends(D, D), nn.Linear(D, D)).double()
+    attention = Does(attends, layer=nn.Linear(D, D))
+    model = nn.Sequential(nn.Linear(D, D), attention, nn.Linear(D, D)).double()
     x = torch.randn(256, D).double()
     parts = cut(model, [["0"], ["1"], ["2"]], x)
     parts.plan((x,), {})
@@ -360,19 +347,15 @@ def test_a_plan_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Scaled(nn.Module):
+def scaled() -> Any:
     """Has a parameter and buffers beside its units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.weight = nn.Parameter(torch.ones(D))
-        self.register_buffer("shift", torch.zeros(D))
-        self.register_buffer("lost", torch.zeros(D), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x) * self.weight + self.shift + self.lost
-        return self.second(h)  # type: ignore[no-any-return]
+    model = Does(
+        lambda m, x: m.second(m.first(x) * m.weight + m.shift + m.lost),
+        first=nn.Linear(D, D), second=nn.Linear(D, D), weight=nn.Parameter(torch.ones(D)),
+        shift=torch.zeros(D),
+    )  # fmt: skip
+    model.register_buffer("lost", torch.zeros(D), persistent=False)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -387,7 +370,7 @@ class Scaled(nn.Module):
     ],
 )
 def test_what_was_replaced_after_the_cut_is_named(name: str, change: Callable[[Any], Any]) -> None:
-    model, x = Scaled(), torch.ones(2, D)
+    model, x = scaled(), torch.ones(2, D)
     pipe = Pipeline(model, stages=2, ranks=2, microbatches=1, loss_fn=torch.dist)
     before = pipe.predict(x)
     model.get_buffer("lost").fill_(2)
@@ -404,14 +387,10 @@ class Batch(UserDict[str, Tensor]):
 
 
 def test_a_mapping_as_an_argument() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+    def run(m: Any, batch: Batch) -> Any:
+        hidden = m.first(batch["x"]) * batch.data["mask"]
+        return m.second(hidden) * batch["mask"]
 
-        def forward(self, batch: Batch) -> Tensor:
-            hidden = self.first(batch["x"]) * batch.data["mask"]
-            return self.second(hidden) * batch["mask"]  # type: ignore[no-any-return]
-
-    case = Case(Model().double(), (Batch(x=rows(), mask=rows().relu()),), None, loss_of)
+    model = Does(run, first=nn.Linear(D, D), second=nn.Linear(D, D)).double()
+    case = Case(model, (Batch(x=rows(), mask=rows().relu()),), None, loss_of)
     right(case, 2, microbatches=1, schedule="1F1B")

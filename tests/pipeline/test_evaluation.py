@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock import REPLICATE, Loss, Pipeline, PipelineModule, Split
 from penstock.errors import MicrobatchError, PenstockError
 from penstock.testing import Case, WorkerPool, compare, plain_loop
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
 
 CALLS: dict[str, Callable[[Pipeline], Any]] = {
@@ -88,24 +89,13 @@ def test_a_result_without_outputs_has_none_and_a_prediction_needs_no_loss_and_no
     assert not make(loss_fn=None).predict(X).requires_grad
 
 
-class Does(nn.Module):
-    """Nothing but a function of its argument, and of its mode."""
-
-    def __init__(self, function: Callable[[Any, bool], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x, self.training)
-
-
 def test_nested_outputs_are_merged() -> None:
-    nested = Does(lambda x, _: {"logits": (x, x.sum(1)), "name": "n", "no": None})
+    nested = Does(lambda _, x: {"logits": (x, x.sum(1)), "name": "n", "no": None})
     found = make(nn.Sequential(chain(), nested)).predict(X)
     assert [part.shape for part in found["logits"]] == [X.shape, X.shape[:1]]
     assert (found["name"], found["no"]) == ("n", None)
     # Without arguments to split there is one microbatch.
-    counts = nn.Sequential(Does(lambda upto, _: torch.arange(upto)), nn.Identity())
+    counts = nn.Sequential(Does(lambda _, upto: torch.arange(upto)), nn.Identity())
     assert make(counts).predict(5).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -127,7 +117,7 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 def test_outputs_that_do_not_count_samples_need_a_rule(name: str) -> None:
     """Then they are those of the plain model, and gradients flow through them; else they are refused."""
     function, rule = OUTPUTS[name]
-    rows, plain = X[:7], nn.Sequential(chain(), Does(lambda x, _: function(x)))
+    rows, plain = X[:7], nn.Sequential(chain(), Does(lambda _, x: function(x)))
     expected = plain(rows)
     alone = make(copy.deepcopy(plain), loss_fn=None)
     for call in (alone.predict, PipelineModule(alone).train(), PipelineModule(alone).eval()):
@@ -167,7 +157,7 @@ def test_outputs_of_arguments_along_another_dimension_need_a_rule() -> None:
 @pytest.mark.parametrize("over", ["samples", "batch"])
 def test_a_loss_of_blocks_of_all_samples_needs_a_rule(over: str) -> None:
     """As in DPO, where the model runs chosen and rejected answers as one batch inside."""
-    plain = nn.Sequential(chain(), Does(lambda x, _: torch.cat([x, x.flip(1)])))
+    plain = nn.Sequential(chain(), Does(lambda _, x: torch.cat([x, x.flip(1)])))
     loss_fn = Loss(preference, over=over)  # type: ignore[arg-type]
     case = Case(plain, (X[:7],), None, loss_fn, evaluates=False)
     with pytest.raises(PenstockError, match=r"Split\(0, chunks=2\)"):
@@ -181,8 +171,8 @@ def test_a_loss_of_blocks_of_all_samples_needs_a_rule(over: str) -> None:
 
 def test_a_model_may_give_other_values_in_evaluation() -> None:
     """Another structure and another type, as auxiliary heads do."""
-    other = Does(lambda x, training: (x, x * 2) if training else x.float())
-    takes = Does(lambda x, _: x[0] + x[1] if isinstance(x, tuple) else x.double())
+    other = Does(lambda m, x: (x, x * 2) if m.training else x.float())
+    takes = Does(lambda _, x: x[0] + x[1] if isinstance(x, tuple) else x.double())
     pipe = make(nn.Sequential(chain(), other, takes, nn.Identity()))
     for _ in range(2):
         assert pipe.step(X, target=Y).loss > 0

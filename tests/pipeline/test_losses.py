@@ -36,6 +36,7 @@ from tests.catalogue.cases import (
     token_sum,
     valid,
 )
+from tests.catalogue.making import Does
 from tests.pipeline.models import WIDTH, assert_same, gradients
 
 LENGTH = 5
@@ -148,20 +149,10 @@ def test_replicas_weigh_by_what_all_have(averaged: bool, reduction: Any, factor:
 # ---- losses of stages
 
 
-class Adds(nn.Module):
-    """Calls a function with its value, such as one that adds a loss."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.function(x)
-        return x * 1.0
-
-
 def chained(function: Callable[[Tensor], Any]) -> nn.Sequential:
-    layers = nn.Embedding(WORDS, WIDTH), Adds(function), nn.Linear(WIDTH, WORDS)
+    """Calls a function with a value between its layers, such as one that adds a loss."""
+    adds = Does(lambda _, x: (function(x), x * 1.0)[1])
+    layers = nn.Embedding(WORDS, WIDTH), adds, nn.Linear(WIDTH, WORDS)
     return nn.Sequential(*layers).double()
 
 
@@ -187,22 +178,18 @@ def test_a_loss_that_is_none_is_refused() -> None:
             pipe.step(X, target=Y)
 
 
-class Ahead(nn.Module):
+def look_ahead(m: Any, tokens: Tensor, labels: Tensor) -> Any:
     """Predicts labels, and early on those one place further."""
+    hidden = m.embed(tokens)
+    early = m.early(hidden)
+    add_loss("ahead", token_loss(early[:, :-1], labels[:, 1:]), weight=0.5)
+    return m.head(hidden.tanh())
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.early = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.double()
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        early = self.early(hidden)
-        add_loss("ahead", token_loss(early[:, :-1], labels[:, 1:]), weight=0.5)
-        logits: Tensor = self.head(hidden.tanh())
-        return logits
+def looking_ahead() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, WORDS)
+    return Does(look_ahead, **dict(zip(("embed", "early", "head"), layers, strict=True))).double()
 
 
 def valid_ahead(labels: Tensor) -> Tensor:
@@ -213,12 +200,12 @@ BY_NAME = {"main": valid, "ahead": valid_ahead}
 """Of the last microbatch, whose added loss is a mean over nothing, the second is 0."""
 
 
-AHEAD = Case(Ahead(), (X, RAGGED_Y), RAGGED_Y, Loss(token_loss, weight=BY_NAME))
+AHEAD = Case(looking_ahead(), (X, RAGGED_Y), RAGGED_Y, Loss(token_loss, weight=BY_NAME))
 
 
 def ahead(weight: Any = None, **options: Any) -> Pipeline:
     loss_fn = Loss(token_loss, weight=weight)
-    return Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=loss_fn, **options)
+    return Pipeline(looking_ahead(), ranks=2, microbatches=4, loss_fn=loss_fn, **options)
 
 
 def train_ahead(group: Any = None) -> None:
@@ -240,7 +227,7 @@ def test_an_added_loss_counts_by_a_weight_of_its_own(workers: WorkerPool) -> Non
 
 
 def test_steps_of_a_larger_batch_divide_each_loss_by_its_own_total() -> None:
-    pipe = Pipeline(Ahead(), ranks=2, microbatches=2, loss_fn=AHEAD.loss_fn)
+    pipe = Pipeline(looking_ahead(), ranks=2, microbatches=2, loss_fn=AHEAD.loss_fn)
     totals = {name: float(count(RAGGED_Y)) for name, count in BY_NAME.items()}
     for rows in (slice(0, 4), slice(4, 7)):
         pipe.step(X[rows], RAGGED_Y[rows], target=RAGGED_Y[rows], total_weight=totals)
@@ -288,14 +275,11 @@ def test_weights_by_name_are_checked(caplog: pytest.LogCaptureFixture) -> None:
     assert len(losses) == 1
 
 
-class Masked(nn.Sequential):
+def masks(m: Any, x: Tensor, mask: Tensor) -> Any:
     """Adds a mean over those samples that a mask leaves."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        hidden = self[0](x)
-        add_loss("kept", (hidden.square().mean(1) * mask).sum() / mask.sum())
-        output: Tensor = self[1](hidden.tanh())
-        return output
+    hidden = m.first(x)
+    add_loss("kept", (hidden.square().mean(1) * mask).sum() / mask.sum())
+    return m.last(hidden.tanh())
 
 
 def test_a_mean_over_nothing_does_not_reach_the_gradients() -> None:
@@ -303,7 +287,8 @@ def test_a_mean_over_nothing_does_not_reach_the_gradients() -> None:
     mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]).double()
     weight = {"kept": lambda target: target[:, 0].sum()}
     loss_fn = Loss(lambda output, _: output.square().mean(), weight=weight)
-    model = Masked(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last")}
+    model = Does(masks, **layers).double()
     expected = plain_loop(Case(model, (x, mask), mask[:, None], loss_fn))[1]
     pipe = Pipeline(model, ranks=2, microbatches=3, loss_fn=loss_fn)
     pipe.step(x, mask, target=mask[:, None])

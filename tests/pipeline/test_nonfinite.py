@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock import Loss, Pipeline
 from penstock.errors import NonFiniteError
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 
 X = torch.arange(12.0).reshape(4, 3)
 """Four samples; the last one is the only one with an 11."""
@@ -21,15 +22,9 @@ GOOD = X[:3].repeat(2, 1)[:4]
 Function = Callable[[Tensor, Tensor], Tensor]
 
 
-class Part(nn.Module):
+def part(function: Function = torch.mul) -> Any:
     """A function of a value and a weight of 1."""
-
-    def __init__(self, function: Function = torch.mul) -> None:
-        super().__init__()
-        self.function, self.scale = function, nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.scale)
+    return Does(lambda m, x: function(x, m.scale), scale=nn.Parameter(torch.ones(1)))
 
 
 def divides(x: Tensor, scale: Tensor) -> Tensor:
@@ -56,10 +51,10 @@ def pipe(
     *functions: Function, tied: bool = False, nonfinite: Any = "stop", **options: Any
 ) -> Pipeline:
     """Three stages, the second one of two modules at least; the first and the last may share their weight."""
-    ends = Part(*functions[:tied]), Part(*functions[:tied])
+    ends = part(*functions[:tied]), part(*functions[:tied])
     if tied:
         ends[1].scale = ends[0].scale
-    middle = nn.Sequential(Part(), *map(Part, functions[tied:]))
+    middle = nn.Sequential(part(), *map(part, functions[tied:]))
     model = nn.Sequential(ends[0], middle, ends[1])
     return Pipeline(
         model, ranks=3, microbatches=4, loss_fn=Loss(mean_loss, nonfinite=nonfinite), **options
@@ -122,16 +117,10 @@ def test_what_is_not_finite_is_found(what: str) -> None:
 
 
 def test_finite_gradients_in_float16_may_have_a_norm_beyond_it() -> None:
-    class Scales(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.full((256,), 0.5, dtype=torch.float16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
+    halves = (nn.Parameter(torch.full((256,), 0.5, dtype=torch.float16)) for _ in range(2))
+    scales = [Does(lambda m, x: x * m.scale, scale=half) for half in halves]
     made = Pipeline(
-        nn.Sequential(Scales(), Scales()), ranks=2, microbatches=2,
+        nn.Sequential(*scales), ranks=2, microbatches=2,
         loss_fn=Loss(lambda output, target: (output.float() * target).sum(), reduction="sum"),
     )  # fmt: skip
     made.step(torch.ones(4, 256, dtype=torch.float16), target=torch.full((4, 1), 3e3))
@@ -143,12 +132,8 @@ def test_finite_gradients_in_float16_may_have_a_norm_beyond_it() -> None:
 
 
 def test_sparse_gradients_are_looked_at() -> None:
-    class Rooted(nn.Embedding):
-        def forward(self, tokens: Tensor) -> Tensor:
-            found = super().forward(tokens)
-            return (found - found.detach()).abs().sqrt() + found.detach()
-
-    model = nn.Sequential(Rooted(4, 3, sparse=True), nn.Identity())
+    root = Does(lambda _, found: (found - found.detach()).abs().sqrt() + found.detach())
+    model = nn.Sequential(nn.Sequential(nn.Embedding(4, 3, sparse=True), root), nn.Identity())
     made = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
     with pytest.raises(NonFiniteError, match="but gradients are not finite"):
         made.step(torch.arange(4), target=X)
@@ -157,7 +142,7 @@ def test_sparse_gradients_are_looked_at() -> None:
 def test_finding_changes_nothing_and_names_weights() -> None:
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(3)
-    model = nn.Sequential(Part(), norm, nn.Linear(3, 3), Part())
+    model = nn.Sequential(part(), norm, nn.Linear(3, 3), part())
     model[3].scale = model[0].scale
     made = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
     made.step(X, target=X)

@@ -13,6 +13,7 @@ from penstock import Loss, Pipeline, PipelineStage
 from penstock.errors import PartitionError, UsageError
 from penstock.testing import WorkerPool, compare
 from tests.catalogue.draws import WIDTH, chain, noisy
+from tests.catalogue.making import Does
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -43,21 +44,15 @@ def test_each_step_and_microbatch_draws_anew() -> None:
     assert torch.equal(torch.get_rng_state(), torchs), "the caller's generator goes on"
 
 
-class Twice(nn.Module):
-    """Calls one dropout twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        ones = self.first(x) * 0 + 1
-        return torch.stack([self.drop(ones), self.drop(ones)], 1)
+def twice(m: Any, x: Tensor) -> Tensor:
+    ones = m.first(x) * 0 + 1
+    return torch.stack([m.drop(ones), m.drop(ones)], 1)
 
 
 def test_each_call_of_a_module_draws_anew() -> None:
+    model = Does(twice, first=nn.Linear(4, 4), drop=nn.Dropout(0.5))
     pipe = Pipeline(
-        Twice(), stages=[["first"], ["drop"]], microbatches=2, loss_fn=lambda y, _: y.mean()
+        model, stages=[["first"], ["drop"]], microbatches=2, loss_fn=lambda y, _: y.mean()
     )
     outputs = pipe.step(torch.ones(16, 4), target=torch.zeros(16), outputs=True).outputs
     assert not torch.equal(outputs[:, 0], outputs[:, 1])
@@ -137,30 +132,17 @@ def masks(pipe: Pipeline) -> list[bytes]:
 # ---- generators of the model's own
 
 
-class Adding(nn.Module):
+def adding(own: torch.Generator) -> nn.Module:
     """Draws from a generator that it is given."""
-
-    def __init__(self, own: torch.Generator) -> None:
-        super().__init__()
-        self.own, self.linear = own, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noisy: Tensor = self.linear(x) + torch.randn(WIDTH, generator=self.own)
-        return noisy
+    add = lambda m, x: m.linear(x) + torch.randn(WIDTH, generator=m.own)  # noqa: E731
+    return Does(add, own=own, linear=nn.Linear(WIDTH, WIDTH))
 
 
-class Own(nn.Module):
+def draws_between(m: Any, x: Tensor) -> Tensor:
     """Draws from a generator that it keeps, between its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = torch.Generator().manual_seed(3)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) + torch.randn(WIDTH, generator=self.own)
-        return x
+    for block in m.blocks:
+        x = block(x) + torch.randn(WIDTH, generator=m.own)
+    return x
 
 
 def test_one_that_several_stages_would_draw_from_is_refused() -> None:
@@ -168,8 +150,9 @@ def test_one_that_several_stages_would_draw_from_is_refused() -> None:
     with pytest.raises(
         PartitionError, match=r"stage 1 draws from a torch\.Generator .* in stage 0"
     ):
-        outputs(nn.Sequential(Adding(own), Adding(own)), ranks=2)
-    model = Own()
+        outputs(nn.Sequential(adding(own), adding(own)), ranks=2)
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    model: Any = Does(draws_between, own=torch.Generator().manual_seed(3), blocks=blocks)
     unsplit = copy.deepcopy(model)
     unsplit.own = torch.Generator().manual_seed(3)
     expected = [unsplit(part) for part in BATCH.chunk(2)]
@@ -195,7 +178,7 @@ def outputs(model: nn.Module, **options: Any) -> list[Tensor]:
 
 
 def test_a_generator_of_a_units_own_gives_what_it_gives_in_a_plain_loop() -> None:
-    model = nn.Sequential(*[Adding(torch.Generator().manual_seed(seed)) for seed in (3, 4)])
+    model = nn.Sequential(*[adding(torch.Generator().manual_seed(seed)) for seed in (3, 4)])
     unsplit = copy.deepcopy(model)
     assert all(
         map(torch.equal, outputs(model, ranks=2), [unsplit(part) for part in BATCH.chunk(2)])

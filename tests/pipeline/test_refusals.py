@@ -29,6 +29,7 @@ from penstock.errors import (
 from penstock.partition import partition
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 from tests.pipeline.models import STAGES, X, Y, chain, gradients, make, mean_loss, named
 
 Refusal = tuple[Callable[[], Any], type[PenstockError], str]
@@ -219,19 +220,8 @@ def test_a_refused_call_leaves_the_pipeline_as_it_was(name: str) -> None:
     assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients(pipe).items())
 
 
-class Does(nn.Module):
-    """A function of its argument."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
-
-
 def test_an_output_that_cannot_travel_is_refused_where_it_is_asked_for() -> None:
-    model = nn.Sequential(chain(), Does(lambda x: {x}))
+    model = nn.Sequential(chain(), Does(lambda _, x: {x}))
     pipe = make(model, loss_fn=lambda output, target: mean_loss(next(iter(output)), target))
     expected = pipe.step(X, target=Y).loss
     for call in (lambda: pipe.predict(X), lambda: pipe.evaluate(X, target=Y, outputs=True)):
@@ -251,25 +241,19 @@ def test_a_function_that_splits_and_fails_refuses_the_call() -> None:
     assert pipe.step(X, target={"y": Y}).loss == pytest.approx(make().step(X, target=Y).loss)
 
 
-class Attended(nn.Module):
+def attends(m: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Fails for any mask, in a way that its path has to tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks: Any = nn.ModuleList(chain().double().children())
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if mask is not None:
-                x = self.blocks[2][0](mask)
-        return x
+    for block in m.blocks:
+        x = block(x)
+        if mask is not None:
+            x = m.blocks[2][0](mask)
+    return x
 
 
 def test_the_path_of_the_failing_module_is_named() -> None:
     says = r"^module 'blocks.2.0' \(Linear\), before the first"
     with pytest.raises(StageError, match=says) as caught:
-        make(Attended()).step(X, target=Y, mask=X[:, :2])
+        make(Does(attends, blocks=[*chain()])).step(X, target=Y, mask=X[:, :2])
     assert caught.value.__cause__ is not None
 
 
@@ -286,7 +270,7 @@ def test_what_modules_have_is_told() -> None:
 
 def test_a_loss_that_needs_no_target_is_given_none() -> None:
     """As of models of transformers, which give their loss with what they compute."""
-    model = nn.Sequential(chain(), Does(lambda x: {"loss": x.square().mean(), "logits": x}))
+    model = nn.Sequential(chain(), Does(lambda _, x: {"loss": x.square().mean(), "logits": x}))
     pipe = make(model, loss_fn=lambda output, _: output["loss"])
     expected = pytest.approx(float(model(X)["loss"].detach()))
     assert pipe.step(X).loss == pipe.step(X, target=None).loss == expected
@@ -380,24 +364,17 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
             placed_on(device)
 
 
-class Averages(nn.Linear):
+def averages(m: Any, x: Tensor) -> Any:
     """Changes in place a buffer that it computes with."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.register_buffer("mean", torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.mul_(0.9)
-        return super().forward(x) * self.mean
+    m.mean.mul_(0.9)
+    return m.layer(x) * m.mean
 
 
 def test_a_buffer_that_a_later_microbatch_changes_before_backward_is_named() -> None:
-    says = r"needs 1.mean \(Averages\) as forward left it.*new tensor"
+    says = r"needs 1.mean \(Does\) as forward left it.*new tensor"
     for schedule in ("GPipe", "ZB-H1"):
-        model = nn.Sequential(nn.Linear(2, 2), Averages(), nn.Linear(2, 2))
+        unit = Does(averages, layer=nn.Linear(2, 2), mean=torch.ones(2))
+        model = nn.Sequential(nn.Linear(2, 2), unit, nn.Linear(2, 2))
         options: dict[str, Any] = {"stages": ["2"], "ranks": 2, "microbatches": 4}
         pipe = Pipeline(model, schedule=schedule, loss_fn=nn.MSELoss(), **options)
         with pytest.raises(UsageError, match=says):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.errors import StageError, UsageError
 from penstock.testing import Case, WorkerPool, judge
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
 
 
@@ -37,26 +38,26 @@ def test_a_frozen_stage_learns_later(workers: WorkerPool, by_pipe: bool) -> None
 # ---- what the code between units asks for
 
 
-class Asks(nn.Module):
+def by_what_it_is_asked(m: Any, x: Tensor, number: int = 0) -> Any:
     """Goes another way as a part's mode, an attribute, a hook or an argument says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.part, self.middle, self.last = (nn.Linear(4, 4).double() for _ in range(3))
-        self.depth = 1
-
-    def forward(self, x: Tensor, number: int = 0) -> Tensor:
-        x = self.part(x)
-        if self.part.training:
-            x = self.middle(x)
-        if number % 2:
-            x = torch.tanh(x)
-        result: Tensor = self.last(x)
-        return result
+    x = m.part(x)
+    if m.part.training:
+        x = m.middle(x)
+    if number % 2:
+        x = torch.tanh(x)
+    return m.last(x)
 
 
-CHANGES: dict[str, Callable[[Asks], object]] = {
+def layers(function: Callable[..., Any], *names: str) -> Any:
+    torch.manual_seed(0)
+    return Does(function, **{name: nn.Linear(4, 4) for name in names}).double()
+
+
+def asks(function: Callable[..., Any] = by_what_it_is_asked) -> Any:
+    return layers(function, "part", "middle", "last")
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
     "nothing": lambda model: None,
     "evaluation mode": lambda model: model.part.eval(),
     "a hook": lambda model: model.part.register_forward_hook(lambda *call: call[-1] * 2),
@@ -66,11 +67,11 @@ CHANGES: dict[str, Callable[[Asks], object]] = {
 
 def test_what_the_code_between_units_asks_for_makes_a_new_plan() -> None:
     """A mode, a hook, an argument, a gradient of an argument or of the target."""
-    model, case = Asks(), Case(Asks(), (X,), Y, mean_loss)
+    model, case = asks(), Case(asks(), (X,), Y, mean_loss)
     pipe = make(model, stages=["middle", "last"], ranks=3)
     for change in CHANGES.values():
         for one in (model, case.model):
-            change(one)  # type: ignore[arg-type] # an Asks
+            change(one)
         for number in (0, 1, 2):
             pipe.zero_grad()
             judge(replace(case, args=(X, number)), pipe, evaluate=False).check(1e-12)
@@ -90,7 +91,7 @@ def test_a_target_with_a_graph_of_its_own_gets_its_gradient() -> None:
 
 
 def test_a_kind_may_first_be_met_in_inference_mode() -> None:
-    model = Asks().eval()
+    model = asks().eval()
     expected = pytest.approx(float(mean_loss(model(X), Y).detach()))
     for predicts in (True, False):
         pipe = make(model, stages=["middle", "last"], ranks=3)
@@ -104,20 +105,18 @@ def test_a_kind_may_first_be_met_in_inference_mode() -> None:
         pipe.step(X, target=Y)
 
 
-class Counts(Asks):
+def refuses(m: Any, x: Tensor) -> Any:
     """Refuses numbers that are all large, as the ones of a run without data are."""
-
-    def forward(self, x: Tensor, number: int = 0) -> Tensor:
-        if bool((self.part(x) * 0 + x > 0.9).all()):
-            raise ValueError("all of them are large")
-        return super().forward(x, number)
+    if bool((m.part(x) * 0 + x > 0.9).all()):
+        raise ValueError("all of them are large")
+    return by_what_it_is_asked(m, x)
 
 
 def test_an_error_without_data_says_what_the_numbers_were() -> None:
     with pytest.raises(
         StageError, match=r"all of them are large; this run had no data: numbers that"
     ):
-        make(Counts(), stages=["middle", "last"], ranks=3).step(X, target=Y)
+        make(asks(refuses), stages=["middle", "last"], ranks=3).step(X, target=Y)
 
 
 # ---- what is kept
@@ -125,7 +124,7 @@ def test_an_error_without_data_says_what_the_numbers_were() -> None:
 
 def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock._engine.runtime.kinds.MOST_KINDS", 3)
-    model = Asks()
+    model = asks()
     pipe = make(model, stages=["middle", "last"], ranks=3)
     pipe.cut(X[:4])
     for rows in (4, 8, 4, 12, 16, 4, 8, 8):
@@ -137,20 +136,13 @@ def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) ->
 # ---- who may bring what
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        result: Tensor = self.two(self.one(x) * scale)
-        return result
+def two() -> Any:
+    return layers(lambda m, x, scale: m.two(m.one(x) * scale), "one", "two")
 
 
 def bring(group: Any) -> list[Any]:
     """A worker's task: rank 0 brings all, rank 1 the target; then each brings some of the arguments."""
-    pipe, rank = make(Two(), stages=["two"], mesh=group), group.rank()
+    pipe, rank = make(two(), stages=["two"], mesh=group), group.rank()
     alone = pipe.step(X, scale=Y) if rank == 0 else pipe.step(target=Y)
     with pytest.raises(UsageError) as caught:
         pipe.step(X, target=Y) if rank == 0 else pipe.step(scale=Y, target=Y)
@@ -160,7 +152,7 @@ def bring(group: Any) -> list[Any]:
 
 
 def test_a_rank_brings_all_arguments_or_the_target_alone(workers: WorkerPool) -> None:
-    expected = float(mean_loss(Two()(X, Y), Y).detach())
+    expected = float(mean_loss(two()(X, Y), Y).detach())
     for alone, both, text in workers.run(f"{__name__}:bring", 2, 60.0):
         assert [alone, both] == [pytest.approx(expected)] * 2
         assert "rank 0 was given the arguments [0] of the model, and rank 1 ['scale']" in text
@@ -184,32 +176,23 @@ def test_a_keyword_goes_to_the_stages_by_hand_that_take_it_and_no_others() -> No
 # ---- microbatches of several kinds in one step
 
 
-class Joins(nn.Linear):
-    """A layer of a value, or of the sum of two."""
-
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        return super().forward(x if more is None else x + more)
-
-
-class Skips(nn.Module):
+def skips(m: Any, x: Tensor, skip: int) -> Any:
     """Its first layer's value goes also to the last layer, if the call says so."""
+    first = m.first(x)
+    second = m.second(first)
+    return m.third(second, first) if skip else m.third(second)
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.third = (Joins(4, 4).double() for _ in range(3))
 
-    def forward(self, x: Tensor, skips: int) -> Tensor:
-        first = self.first(x)
-        second = self.second(first)
-        result: Tensor = self.third(second, first) if skips else self.third(second)
-        return result
+def skipping() -> Any:
+    torch.manual_seed(0)
+    parts = [Does(lambda m, x, more=0: m.layer(x + more), layer=nn.Linear(4, 4)) for _ in range(3)]
+    return Does(skips, first=parts[0], second=parts[1], third=parts[2]).double()
 
 
 def mix(group: Any = None) -> None:
     """Steps where a value goes to other stages in each microbatch, in either order; also a worker's task."""
-    case = Case(Skips(), (), Y.split(4), mean_loss, evaluates=False)
-    with make(Skips(), stages=["second", "third"], ranks=3, mesh=group) as pipe:
+    case = Case(skipping(), (), Y.split(4), mean_loss, evaluates=False)
+    with make(skipping(), stages=["second", "third"], ranks=3, mesh=group) as pipe:
         for ways in ((0, 1), (1, 0), (0, 1)):
             calls = list(zip(X.split(4), ways, strict=True))
             pipe.zero_grad()
@@ -223,26 +206,22 @@ def test_a_value_goes_to_other_stages_in_each_microbatch(workers: WorkerPool) ->
 # ---- what travels
 
 
-class Sometimes(nn.Linear):
+def sometimes(m: Any, x: Tensor) -> dict[str, Tensor]:
     """Gives two values, one of which has no gradient from the third microbatch on."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        self.calls += 1
-        a, b = super().forward(x), super().forward(-x)
-        return {"a": a.detach() if self.calls > 2 else a, "b": b}
+    m.calls += 1
+    a, b = m.layer(x), m.layer(-x)
+    return {"a": a.detach() if m.calls > 2 else a, "b": b}
 
 
-class Sums(nn.Linear):
-    def forward(self, x: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        return super().forward(x["a"] * 2 + x["b"])
+def sums(m: Any, x: dict[str, Tensor]) -> Any:
+    return m.layer(x["a"] * 2 + x["b"])
 
 
 def lose(group: Any) -> str:
     """A worker's task: what it is told of a gradient that is no longer wanted."""
     torch.manual_seed(0)
-    module = (Sums if group.rank() else Sometimes)(4, 4).double()
+    function = sums if group.rank() else sometimes
+    module = Does(function, layer=nn.Linear(4, 4), calls=0).double()
     stage = PipelineStage(module, group.rank(), 2)
     pipe = Pipeline.from_stages(
         [stage], schedule="GPipe", microbatches=4, loss_fn=mean_loss, mesh=group

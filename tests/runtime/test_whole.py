@@ -13,23 +13,20 @@ from torch.nn import functional
 from penstock import Loss, Microbatches, Pipeline, Replicas, Split
 from penstock.errors import ScheduleError, UsageError
 from penstock.testing import Case, WorkerPool, compare, plain_loop
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, mean_loss, sum_loss
 
 CLASSES = torch.tensor([0, 1, 2, 3, 3, 3, 3, 1])
 
 
-class Towers(nn.Module):
+def towers() -> nn.Module:
     """Two encoders and a temperature, as in CLIP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.last(self.left(left)), self.right(right), self.scale.exp()
+    torch.manual_seed(0)
+    return Does(
+        lambda m, left, right: (m.last(m.left(left)), m.right(right), m.scale.exp()),
+        left=nn.Linear(4, 4), right=nn.Linear(4, 4), last=nn.Linear(4, 4),
+        scale=nn.Parameter(torch.tensor(0.5)),
+    ).double()  # fmt: skip
 
 
 def contrastive(output: tuple[Tensor, Tensor, Tensor], target: Any) -> Tensor:
@@ -46,7 +43,7 @@ def plain(model: nn.Module, loss_fn: Any, target: Any, *args: Any) -> tuple[floa
 
 def contrasts(group: Any = None, ranks: int = 2, microbatches: int = 4) -> None:
     """Two steps, with the numbers of the whole batch; also a worker's task."""
-    case = Case(Towers().double(), (X, Y), None, Loss(contrastive, over="batch"))
+    case = Case(towers(), (X, Y), None, Loss(contrastive, over="batch"))
     sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "mesh": group}
     verdict = compare(case, schedule="GPipe", steps=2, **sizes)
     verdict.check(1e-12)
@@ -141,41 +138,32 @@ def test_a_batch_that_the_user_splits_is_checked_too(way: str) -> None:
         run(root)
 
 
-class Counting(nn.Linear):
-    """Counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4, dtype=torch.float64)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Inside(nn.Module):
+def with_loss(m: Any, x: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Computes its loss in its forward, as models of transformers do."""
+    output = m.dropout(m.counting(m.model(x)))
+    if m.noise:
+        output = output + m.noise * torch.rand_like(output)
+    return {"loss": m.loss(output, target), "logits": output}
 
-    def __init__(self, function: Any, noise: float = 0.0) -> None:
-        super().__init__()
-        self.model = chain()
-        self.counting, self.dropout = Counting(), nn.Dropout(0.5)
-        self.function, self.noise = function, noise
 
-    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        output = self.dropout(self.counting(self.model(x)))
-        if self.noise:
-            output = output + self.noise * torch.rand_like(output)
-        return {"loss": self.function(output, target), "logits": output}
+def counted(m: Any, x: Tensor) -> Any:
+    m.calls += 1
+    return m.layer(x)
 
 
 def inside(function: Any, **options: Any) -> Pipeline:
     noise, said = options.pop("noise", 0.0), options.pop("said", {})
     loss_fn = Loss(lambda output, _: output["loss"], **said)
-    return Pipeline(
-        Inside(function, noise), ranks=2, loss_fn=loss_fn,
-        **{"microbatches": 4, **options},
-    )  # fmt: skip
+    counting = Does(counted, layer=nn.Linear(4, 4), calls=0).double()
+    model = Does(
+        with_loss,
+        model=chain(),
+        counting=counting,
+        dropout=nn.Dropout(0.5),
+        loss=function,
+        noise=noise,
+    )
+    return Pipeline(model, ranks=2, loss_fn=loss_fn, **{"microbatches": 4, **options})
 
 
 @pytest.mark.parametrize(
@@ -198,12 +186,12 @@ def test_a_loss_that_the_forward_computes_is_checked_too(function: Any, remedy: 
 
 def test_the_check_of_a_forward_runs_the_first_microbatch_whole_and_in_halves() -> None:
     pipe = inside(mean_loss, microbatches=4)
-    assert isinstance(pipe.model, Inside)
+    model: Any = pipe.model
     state, torchs = pipe.randomness.state_dict(), torch.get_rng_state()
     for calls in (4 + 3, 4 + 3 + 4):
         pipe.step(X, Y, target=None)
-        assert pipe.model.counting.calls == calls
-    assert pipe.model.dropout.training
+        assert model.counting.calls == calls
+    assert model.dropout.training
     assert torch.equal(torchs, torch.get_rng_state())
     assert pipe.randomness.state_dict() == {**state, "step": 2}
 
@@ -304,30 +292,20 @@ def test_a_comparison_is_of_few_numbers() -> None:
     assert 0 < max(sizes[:4]) <= 2**22 < classes * 128
 
 
-class Scales(nn.Linear):
-    """Keeps a number of its last call, which a loss reads."""
-
-    kept: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x.detach().abs().mean()
-        return super().forward(x)
+def keeps_its_scale(m: Any, x: Tensor) -> Any:
+    m.kept = x.detach().abs().mean()
+    return m.layer(x)
 
 
 def test_a_loss_that_reads_what_a_module_kept_of_the_last_call_is_let_be() -> None:
     """Of two microbatches together it says nothing: what was kept is that of the second one by then."""
-    last = Scales(4, 4).double()
+    last: Any = Does(keeps_its_scale, layer=nn.Linear(4, 4)).double()
     model = nn.Sequential(nn.Linear(4, 4).double(), last)
 
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
         return mean_loss(output, target) * last.kept
 
     assert Pipeline(model, ranks=2, microbatches=2, loss_fn=loss_fn).step(X, target=Y).loss > 0
-
-
-class SixRows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.repeat(6 // len(x), 1)
 
 
 def test_what_cannot_be_compared_is_let_be() -> None:
@@ -335,8 +313,9 @@ def test_what_cannot_be_compared_is_let_be() -> None:
     drawn = piped(lambda output, y: (functional.dropout(output, 0.5) - y).abs().mean())
     assert drawn.step(X, target=Y).loss > 0
     # Of 3 and 2 samples: each has 6 rows, so that nobody knows which belong to a sample.
+    six = nn.Sequential(nn.Linear(4, 4), Does(lambda _, x: x.repeat(6 // len(x), 1))).double()
     pipe = Pipeline(
-        nn.Sequential(nn.Linear(4, 4), SixRows()).double(), ranks=2, microbatches=2,
+        six, ranks=2, microbatches=2,
         loss_fn=lambda output, target: (output.mean() - target.mean()).square(),
     )  # fmt: skip
     assert pipe.step(X[:5], target=Y[:5]).loss > 0
@@ -345,16 +324,13 @@ def test_what_cannot_be_compared_is_let_be() -> None:
 # ---- a loss that differentiates the model
 
 
-class Bounded(nn.Module):
-    """Returns u = x (1 - x) net(x), and x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * (1 - x) * self.second(self.first(x).tanh()), x
+def bounded() -> nn.Module:
+    """It gives u = x (1 - x) net(x), and x."""
+    torch.manual_seed(0)
+    return Does(
+        lambda m, x: (x * (1 - x) * m.second(m.first(x).tanh()), x),
+        first=nn.Linear(4, 8), second=nn.Linear(8, 4),
+    ).double()  # fmt: skip
 
 
 def residual(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
@@ -372,14 +348,14 @@ def slope_of_output(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_derivative_through_other_stages_is_refused() -> None:
     x = X.clone().requires_grad_()
-    pipe = Pipeline(Bounded().double(), ranks=2, microbatches=2, loss_fn=residual)
+    pipe = Pipeline(bounded(), ranks=2, microbatches=2, loss_fn=residual)
     with pytest.raises(UsageError, match="differentiates by an output of the model"):
         pipe.step(x, target=None)
-    expected = plain(Bounded().double(), residual, None, x)[0]
-    whole = Pipeline(Bounded().double(), ranks=1, microbatches=2, loss_fn=residual)
+    expected = plain(bounded(), residual, None, x)[0]
+    whole = Pipeline(bounded(), ranks=1, microbatches=2, loss_fn=residual)
     assert whole.step(x, target=None).loss == pytest.approx(expected)
-    local = Pipeline(Bounded().double(), ranks=2, microbatches=2, loss_fn=slope_of_output)
-    expected = plain(Bounded().double(), slope_of_output, None, x)[0]
+    local = Pipeline(bounded(), ranks=2, microbatches=2, loss_fn=slope_of_output)
+    expected = plain(bounded(), slope_of_output, None, x)[0]
     assert local.step(x, target=None).loss == pytest.approx(expected)
 
 
@@ -394,12 +370,10 @@ def test_a_batch_norm_in_training_is_a_warning_once(caplog: pytest.LogCaptureFix
     assert ["1 normalises each of the 2 microbatches" in text for text in texts] == [True]
 
 
-class PoolsGraphs(nn.Sequential):
+def pooled(m: Any, nodes: Tensor, graph: Tensor) -> Tensor:
     """One output for each graph, from the nodes of all graphs of a microbatch."""
-
-    def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:  # type: ignore[override]
-        hidden = self[1](self[0](nodes).tanh())
-        return torch.zeros(2, 4, dtype=hidden.dtype).index_add(0, graph, hidden)
+    hidden = m.second(m.first(nodes).tanh())
+    return torch.zeros(2, 4, dtype=hidden.dtype).index_add(0, graph, hidden)
 
 
 def test_a_microbatch_of_graphs_weighs_its_targets() -> None:
@@ -408,7 +382,7 @@ def test_a_microbatch_of_graphs_weighs_its_targets() -> None:
         (X[: sum(of)], torch.repeat_interleave(torch.arange(2), torch.tensor(of))) for of in sizes
     ]
     targets = [Y[:2], Y[2:4]]
-    model = PoolsGraphs(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model = Does(pooled, first=nn.Linear(4, 4), second=nn.Linear(4, 4)).double()
     one, two = (
         float(mean_loss(model(*call), y).detach()) for call, y in zip(calls, targets, strict=True)
     )

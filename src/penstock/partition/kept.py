@@ -10,6 +10,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Generator, Tensor, nn
 
 from penstock.partition.names import FakeTensor
@@ -50,6 +51,7 @@ class Kept:
         self._cells: list[tuple[Any, Any]] = []
         self._code: set[int] = set()
         self._generators: list[tuple[Generator, Tensor]] = []
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._random = random.getstate(), np.random.get_state()
         self.modules = list(modules)
         for module in self.modules:
@@ -76,6 +78,11 @@ class Kept:
         if isinstance(value, Generator):
             self._generators.append((value, value.get_state()))
             return
+        if type(value) is Tensor and depth > 1:
+            # Of a module's attribute, at depth 1, a fake tensor is written into instead.
+            if not (value.is_meta or value.is_inference()):
+                self._tensors[id(value)] = value, value._version, value.detach().clone()
+            return
         if isinstance(value, FunctionType):
             self._look_at_code(value, depth)
         elif isinstance(value, MethodType):
@@ -85,7 +92,7 @@ class Kept:
             if len(value) <= _MOST:
                 self._things[id(value)] = value, _contents(value)
                 for member in value.values() if isinstance(value, dict) else value:
-                    if not isinstance(member, int | float | str | Tensor):
+                    if not isinstance(member, int | float | str):
                         self._look(member, depth + 1)
         elif isinstance(value, nn.Module):
             if not _is_of_library(kind.__module__):
@@ -123,14 +130,16 @@ class Kept:
         for name in function.__code__.co_names:
             if name in known:
                 self._names.append((known, name, known[name]))
-                self._look(known[name], depth + 1)
+                if not isinstance(known[name], Tensor):
+                    self._look(known[name], depth + 1)
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
             except ValueError:
                 continue
             self._cells.append((cell, value))
-            self._look(value, depth + 1)
+            if not isinstance(value, Tensor):
+                self._look(value, depth + 1)
 
     def restore(self, stays: Callable[[Any, Any], bool] = lambda thing, before: False) -> None:
         """Put back what has changed.
@@ -148,6 +157,10 @@ class Kept:
         for cell, value in self._cells:
             if cell.cell_contents is not value:
                 cell.cell_contents = value
+        with torch.no_grad():
+            for tensor, version, copy in self._tensors.values():
+                if tensor._version != version:
+                    tensor.copy_(copy)
         for thing, before in self._things.values():
             if is_changed(thing, before) and not stays(thing, before):
                 put_back(thing, before)
