@@ -83,7 +83,6 @@ from penstock.partition.names import (
 from penstock.partition.templates import (
     AGAIN,
     BATCH,
-    BUILT,
     CONST,
     GIVEN,
     KNOWN,
@@ -102,6 +101,7 @@ from penstock.partition.templates import (
     put_contents,
     takes_gradient,
     text_of,
+    with_leaves,
 )
 from penstock.partition.work import Work
 from penstock.stage import uncompiled
@@ -1081,7 +1081,7 @@ class Writer(TorchFunctionMode):
         counts = self._work.counts
         set_in: dict[tuple[str, str], Any] = {}
         shelf = {number: id(tensor) for number, tensor in values.items() if number in hidden}
-        look = self._abstract(line) if line.unit else None
+        look, called = self._abstract(line) if line.unit else (None, [])
         looks = None if look is None else Looks(self.units[line.what], line.what)
         numbers = (
             []
@@ -1129,7 +1129,7 @@ class Writer(TorchFunctionMode):
             del output, set_in
             if all(made() is None for made in now.made):
                 # Nothing else holds what the unit has made, as a list does that a hook fills.
-                self._learn(line, look, looks, now)
+                self._learn(line, look, called, looks, now)
         return _LINE
 
     def _names_of(self, parts: Sequence[nn.Module], places: Sequence[tuple[int, str]]) -> list[str]:
@@ -1382,45 +1382,36 @@ class Writer(TorchFunctionMode):
 
     # ---- units that are alike
 
-    def _abstract(self, line: Line) -> Any:
-        """How a call looks, whichever values it has; None if objects of the author's are in it."""
-        places: dict[Any, int] = {}
+    def _abstract(self, line: Line) -> tuple[Any, list[Template]]:
+        """How a call looks, whichever values it has, and its tensors, each once.
 
-        def abstract(template: Template) -> Any:
-            if template[0] is VALUE:
-                tensor = self.shown[template[1]]
+        The look is None if it says too little: objects of the author's are in the call, or set beside it.
+        """
+        places: dict[Template, int] = {}
+        has_objects = False
+
+        def abstract(leaf: Template) -> Template:
+            nonlocal has_objects
+            look = leaf[2] if leaf[0] is GIVEN else None
+            if leaf[0] is VALUE:
+                tensor = self.shown[leaf[1]]
                 if not isinstance(tensor, Tensor):
-                    raise LookupError
-                return places.setdefault(template, len(places)), look_of(tensor)
-            if template[0] is GIVEN and type(template[2]) is tuple:
-                return places.setdefault(template, len(places)), template[2]
-            if template[0] is TUPLE:
-                return template[1], *[abstract(inner) for inner in template[2]]
-            if template[0] in (KNOWN, BUILT):
-                return template[0], *template[2:4], *[abstract(inner) for inner in template[4]]
-            return template
+                    has_objects = True
+                    return leaf
+                look = look_of(tensor)
+            if type(look) is not tuple:
+                return leaf
+            return places.setdefault(leaf, len(places)), look
 
-        try:
-            call = (
-                tuple(map(abstract, line.args)),
-                tuple([(n, abstract(t)) for n, t in line.kwargs]),
-            )
-        except LookupError:
-            return None
-        return None if line.beside[2] else (call, line.modes, torch.get_default_dtype())
-
-    def _tensors_of(self, line: Line) -> list[Template]:
-        """The tensors among a line's arguments, each once, in the order of :meth:`_abstract`."""
-        leaves = [t for of in line.templates() for t in leaves_of(of)]
-        return list(
-            dict.fromkeys(
-                t for t in leaves if t[0] is VALUE or (t[0] is GIVEN and type(t[2]) is tuple)
-            )
-        )
+        args = tuple([with_leaves(of, abstract) for of in line.args])
+        kwargs = tuple([(name, with_leaves(of, abstract)) for name, of in line.kwargs])
+        if has_objects or line.beside[2]:
+            return None, []
+        return (args, kwargs, line.modes, torch.get_default_dtype()), list(places)
 
     def _answered(self, line: Line) -> bool:
         """Answer a line as one like it was answered."""
-        call = self._abstract(line)
+        call, old = self._abstract(line)
         if call is None or line.what in self._tree.by_numbers:
             return False
         looks = Looks(self.units[line.what], line.what)
@@ -1429,7 +1420,6 @@ class Writer(TorchFunctionMode):
         answer = self._tree.memo.get((call, looks.look), looks.numbers)
         if answer is None:
             return False
-        old = self._tensors_of(line)
         line.reads = frozenset(old[at][1] for at in answer.reads if old[at][0] is VALUE)
         for place, look in answer.looks.items():
             tensor = self._tree.blank(look)
@@ -1437,17 +1427,13 @@ class Writer(TorchFunctionMode):
             line.shown[number], line.looks[number] = tensor, look
             line.marks[id(tensor)] = number
 
-        def back(template: Template) -> Template:
-            if template[0] is VALUE:
-                which, at = template[1]
-                return old[at] if which == "old" else (VALUE, (line.index, at))
-            if template[0] is TUPLE:
-                return (TUPLE, template[1], tuple(map(back, template[2])))
-            if template[0] in (NEW, BUILT):
-                return (*template[:4], tuple(map(back, template[4])))
-            return template
+        def back(leaf: Template) -> Template:
+            if leaf[0] is not VALUE:
+                return leaf
+            which, at = leaf[1]
+            return old[at] if which == "old" else (VALUE, (line.index, at))
 
-        line.result = back(answer.result)
+        line.result = with_leaves(answer.result, back)
         line.work, line.flops, line.nbytes = answer.work
         line.varies = answer.varies or self._vary(line)
         line.writes = self._names_of(looks.parts, answer.writes)
@@ -1456,7 +1442,9 @@ class Writer(TorchFunctionMode):
             self._inner[key] = self._inner.get(key, 0.0) + count
         return True
 
-    def _learn(self, line: Line, look: Any, looks: Looks, now: _Running) -> None:
+    def _learn(
+        self, line: Line, look: Any, old: list[Template], looks: Looks, now: _Running
+    ) -> None:
         """Remember what a unit gave, if all it did was to give new tensors."""
         does_more = (
             line.changes
@@ -1471,24 +1459,16 @@ class Writer(TorchFunctionMode):
             return
         if looks != Looks(self.units[line.what], line.what):
             return
-        old = self._tensors_of(line)
 
-        def away(template: Template) -> Template:
-            if template[0] is VALUE:
-                number = template[1]
-                if number in line.shown:
-                    return (VALUE, ("new", number[1]))
-                return (VALUE, ("old", old.index(template)))
-            if template in old:
-                return (VALUE, ("old", old.index(template)))
-            if template[0] is TUPLE:
-                return (TUPLE, template[1], tuple(map(away, template[2])))
-            if template[0] in (NEW, BUILT):
-                return (*template[:4], tuple(map(away, template[4])))
-            return template
+        def away(leaf: Template) -> Template:
+            if leaf[0] is VALUE and leaf[1] in line.shown:
+                return (VALUE, ("new", leaf[1][1]))
+            if leaf[0] is VALUE or leaf in old:
+                return (VALUE, ("old", old.index(leaf)))
+            return leaf
 
         try:
-            result = away(line.result)
+            result = with_leaves(line.result, away)
         except ValueError:
             return  # it gives a weight of its own
         reads = [at for at, t in enumerate(old) if t[0] is GIVEN or t[1] in line.reads]

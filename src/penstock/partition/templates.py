@@ -182,6 +182,18 @@ def known_in(template: Template) -> Iterator[Template]:
             yield from known_in(inner)
 
 
+def with_leaves(template: Template, leaf: Callable[[Template], Template]) -> Template:
+    """A template with other leaves, each made of the one in its place."""
+    tag = template[0]
+    if tag is TUPLE:
+        return (TUPLE, template[1], tuple([with_leaves(one, leaf) for one in template[2]]))
+    if tag is SLICE:
+        return (SLICE, tuple([with_leaves(one, leaf) for one in template[1]]))
+    if tag is NEW or tag is KNOWN or tag is BUILT:
+        return (*template[:4], tuple([with_leaves(one, leaf) for one in template[4]]))
+    return leaf(template)
+
+
 def text_of(template: Any) -> str:
     """A text that is equal in all processes for equal templates."""
     if not isinstance(template, tuple):
