@@ -18,7 +18,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import io
 import logging
 import sys
 import weakref
@@ -46,6 +45,7 @@ from penstock.partition.doors import (
     BETWEEN,
     Door,
     Run,
+    alone_and_silent,
     hooks_without_data,
     is_checkpoint,
     opened,
@@ -1237,9 +1237,9 @@ class Writer(TorchFunctionMode):
             yield
             return
         parts = list(module.modules())
-        kept = Kept(parts)
         with ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(alone_and_silent())
+            kept = Kept(parts)
             # Dynamo cannot compile on fake tensors, and would not try again on real ones.
             stack.enter_context(uncompiled())
             stack.enter_context(replaced(tree.stand_ins(module)))
