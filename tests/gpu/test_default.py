@@ -15,22 +15,16 @@ from torch import Tensor, nn
 
 from penstock import Checkpoints, LossScaler, Pipeline, add_loss
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 
 DIMS = 6
 
 
-class Gated(nn.Module):
+def gated(m: Any, x: Tensor) -> Any:
     """A layer with noise, and a term of the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(DIMS, DIMS), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(torch.tanh(self.layer(x)))
-        add_loss("size", y.square().mean(), 0.1)
-        both: Tensor = x + y
-        return both
+    y = m.drop(torch.tanh(m.layer(x)))
+    add_loss("size", y.square().mean(), 0.1)
+    return x + y
 
 
 def trained(
@@ -39,7 +33,9 @@ def trained(
     """Losses and evaluations of two steps, with a save between them that is loaded again."""
     with torch.device("cpu"):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Gated() for _ in range(4)))
+        model = nn.Sequential(
+            *(Does(gated, layer=nn.Linear(DIMS, DIMS), drop=nn.Dropout(0.2)) for _ in range(4))
+        )
         x, y = torch.randn(8, DIMS), torch.randn(8, DIMS)
     with torch.device(default):
         # Replaced by the loads below, if these leave anything out.

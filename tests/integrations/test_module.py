@@ -21,6 +21,7 @@ from penstock import Pipeline, PipelineModule
 from penstock._engine.placeholders import is_placeholder
 from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.testing import WorkerError, WorkerPool
+from tests.catalogue.making import Does
 from tests.pipeline.models import (
     WIDTH,
     X,
@@ -86,24 +87,18 @@ def test_processes_train_together(workers: WorkerPool) -> None:
         assert max(found.values()) < 1e-12, found
 
 
-class Clashing(nn.Module):
+def clashing() -> nn.Module:
     """Names its arguments as a pipeline's methods name theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chain = chain()
-
-    def forward(self, x: Tensor, target: Tensor, record: float) -> Any:
-        return self.chain(x + target) * record
+    return Does(lambda m, x, target, record: m.chain(x + target) * record, chain=chain())
 
 
 @pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, None])
 def test_arguments_of_the_model_may_have_any_name(loss_fn: Any) -> None:
-    plain, names = Clashing(), {"target": Y, "record": 2.0}
+    plain, names = clashing(), {"target": Y, "record": 2.0}
     wanted = plain(X, **names)
     loss = nn.functional.mse_loss(wanted, Y)
     loss.backward()
-    pipe = Pipeline(Clashing(), ranks=2, microbatches=4, loss_fn=loss_fn)
+    pipe = Pipeline(clashing(), ranks=2, microbatches=4, loss_fn=loss_fn)
     pipe.cut(X, model_kwargs=names)
     torch.testing.assert_close(pipe.predict(X, model_kwargs=names), wanted.detach())
     model = PipelineModule(pipe)
@@ -279,20 +274,9 @@ def test_hooks_of_weights_run_once_on_the_scaled_gradient() -> None:
     assert sorted(seen[0]) == pytest.approx(sorted(seen[1]))
 
 
-class Cut(nn.Module):
-    """A layer whose result nothing flows back through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
-        output: Tensor = self.layer(value)
-        return output.detach()
-
-
 def test_hooks_of_weights_without_a_gradient_are_not_called() -> None:
-    model = nn.Sequential(Cut(), nn.Linear(4, 4))
+    ends = Does(lambda m, x: m.layer(x).detach(), layer=nn.Linear(4, 4))
+    model = nn.Sequential(ends, nn.Linear(4, 4))
     calls: list[Tensor] = []
     for weight in model.parameters():
         weight.register_hook(lambda gradient: calls.append(gradient * 2))
@@ -376,18 +360,15 @@ def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPoo
     )
 
 
-class Skips(nn.Module):
-    """A model of which both stages use the input; without a pipeline, it computes the loss itself."""
+def skips() -> nn.Module:
+    """Both its stages use the input; without a pipeline, it computes the loss itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.double()
-
-    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        output: Tensor = self.second(self.first(x).tanh()) + x
+    def run(m: Any, x: Tensor, target: Tensor | None = None) -> Any:
+        output = m.second(m.first(x).tanh()) + x
         return output if target is None else mean_loss(output, target)
+
+    torch.manual_seed(1)
+    return Does(run, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH)).double()
 
 
 class Stepped(nn.Module):
@@ -450,7 +431,7 @@ def gap_behind(group: Any, loop: Any, cut: bool, kind: Any) -> float:
     front: nn.Module = chain(2)
     if cut:
         front = PipelineModule(make(front, mesh=group, loss_fn=None))
-    sides = [(front, kind(make(Skips(), mesh=group, loss_fn=loss_fn))), (chain(2), Skips())]
+    sides = [(front, kind(make(skips(), mesh=group, loss_fn=loss_fn))), (chain(2), skips())]
     trained = []
     for models in sides:
         weights = [[w for _, w in m.named_parameters() if not is_placeholder(w)] for m in models]
@@ -497,15 +478,9 @@ def test_ranks_with_a_batch_have_the_gradients_of_all(workers: WorkerPool) -> No
     assert all("that requires grad on rank 0 and" in text for _, text in ran)
 
 
-class Shifted(nn.Module):
+def shifted() -> nn.Module:
     """Takes its arguments by name, and does nothing with one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chain = chain(2)
-
-    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor, spare: Tensor) -> Any:
-        return self.chain(x * scale) + shift
+    return Does(lambda m, x, *, scale, shift, spare: m.chain(x * scale) + shift, chain=chain(2))
 
 
 def name_arguments(group: Any) -> list[bool]:
@@ -517,8 +492,8 @@ def name_arguments(group: Any) -> list[bool]:
     )
     order = names if group.rank() else names[::-1]
     inputs: dict[str, Any] = {name: named[name] for name in order}
-    make(Shifted(), mesh=group, ranks=2).step(X, target=Y, **inputs)
-    mean_loss(Shifted()(X, **of_plain), Y).backward()
+    make(shifted(), mesh=group, ranks=2).step(X, target=Y, **inputs)
+    mean_loss(shifted()(X, **of_plain), Y).backward()
     pairs = [(named[name].grad, of_plain[name].grad) for name in names]
     return [a is b if a is None or b is None else torch.allclose(a, b) for a, b in pairs]
 
@@ -610,17 +585,15 @@ def test_wrong_use_is_named_on_every_rank(workers: WorkerPool) -> None:
         assert "DistributedDataParallel around a PipelineModule" in wrapped
 
 
-class Two(nn.Module):
+def two() -> nn.Module:
     """What is infinite behind the second layer does not reach the first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = m.a(x)
+        return hidden, m.b(hidden.detach())
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.a(x)
-        return hidden, self.b(hidden.detach())
+    torch.manual_seed(0)
+    return Does(run, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
 
 
 def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
@@ -629,7 +602,7 @@ def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
 
 def overflow(group: Any) -> Any:
     options: Any = {"microbatches": 1, "loss_fn": overflowing}
-    pipe = make(Two(), mesh=group, **options)
+    pipe = make(two(), mesh=group, **options)
     pipe.cut(torch.ones(2, 8))
     model = PipelineModule(pipe)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)

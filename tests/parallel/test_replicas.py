@@ -22,6 +22,7 @@ from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_
 from penstock._engine.transport import Group
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import Case, WorkerPool, judge
+from tests.catalogue.making import Does
 from tests.parallel.bodies import Collectives, Mlp, adamw, half_of, halves_of, mesh_of, wrap
 
 X = torch.linspace(-1, 1, 16 * 4, dtype=torch.float64).reshape(16, 4)
@@ -29,21 +30,16 @@ Y = X.flip(0) * torch.linspace(0, 2, 16, dtype=torch.float64)[:, None]
 CASES = {"1F1B": ("weighted", "sum", "tied"), "ZB-V": ("plain", "unused", "tied")}
 
 
-class Choice(nn.Module):
+def choice() -> nn.Module:
     """Some weights are used on the first half of the batch only, and one never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.high, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, hidden: Tensor) -> Any:
-        return (self.low if hidden.sum() < 0 else self.high)(hidden)
+    choose = lambda m, hidden: (m.low if hidden.sum() < 0 else m.high)(hidden)  # noqa: E731
+    return Does(choose, **{name: nn.Linear(4, 4) for name in ("low", "high", "never")})
 
 
 def model_of(case: str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     first: nn.Module = nn.Linear(4, 4) if case == "tied" else Mlp()
-    first, last = Choice() if case == "unused" else first, nn.Linear(4, 4)
+    first, last = choice() if case == "unused" else first, nn.Linear(4, 4)
     if isinstance(first, nn.Linear):
         last.weight = first.weight
     return nn.Sequential(first, Mlp(), Mlp(), last).double()
@@ -205,24 +201,19 @@ def test_layers_are_averaged_while_the_last_backward_of_their_stage_runs(
         assert counts == [0, 5]
 
 
-class CheckpointsTwice(nn.Module):
+def checkpoints_twice(m: Any, hidden: Tensor) -> Any:
     """A backward adds to the weight once for each of two checkpoints, which run backwards of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, hidden: Tensor) -> Any:
-        for _ in range(2):
-            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
-        return hidden
+    for _ in range(2):
+        hidden = checkpoint(m.layer, hidden, use_reentrant=True)
+    return hidden
 
 
 def run_reentrant(group: Any) -> float:
     """A worker's task."""
     mesh = mesh_of("dp", "pp")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), *[CheckpointsTwice() for _ in range(2)]).double()
+    twice = [Does(checkpoints_twice, layer=nn.Linear(4, 4)) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 4), *twice).double()
     with piped(mesh, copy.deepcopy(model), schedule="1F1B") as pipe:
         judged = judge(
             halves_of(Case(model, (X,), Y, mse_loss), X, Y), pipe, steps=3, optimizer=adamw

@@ -19,6 +19,7 @@ from penstock._engine.placeholders import is_placeholder
 from penstock._engine.weights import init_weights, parameters_on_meta
 from penstock.errors import PartitionError, StageError, UsageError
 from penstock.testing import Case, WorkerPool, compare, judge, plain_loop
+from tests.catalogue.making import Does
 from tests.pipeline.models import WIDTH, X, Y, assert_same, gradients, mean_loss
 
 
@@ -189,45 +190,37 @@ def test_a_wrapper_that_replaces_weights_needs_a_cut_before_the_optimizer() -> N
 # ---- numbers that the model's code needs
 
 
-class Counts(nn.Module):
+def looks(m: Any, tokens: Tensor) -> Any:
     """Goes on only if its input holds a two, as a model does that looks for its image tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.last = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if not (tokens == 2).any():
-            raise ValueError("no token is a two")
-        return self.last(self.embed(tokens))  # type: ignore[no-any-return]
+    if not (tokens == 2).any():
+        raise ValueError("no token is a two")
+    return m.last(m.embed(tokens))
 
 
 def test_the_numbers_of_the_batch_are_used_where_ones_do_not_do() -> None:
     torch.manual_seed(0)
     tokens = torch.tensor([[2, 0], [3, 2], [1, 2], [2, 2]])
-    case = Case(Counts().double(), (tokens,), None, lambda output, _: output.mean())
+    model = Does(looks, embed=nn.Embedding(4, WIDTH), last=nn.Linear(WIDTH, WIDTH))
+    case = Case(model.double(), (tokens,), None, lambda output, _: output.mean())
     compare(case, schedule="1F1B", ranks=2, microbatches=2).check(1e-12)
 
 
 # ---- stages of equal work
 
 
-class Vision(nn.Module):
+def vision() -> nn.Module:
     """A plain container holds nearly all of the work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.Conv2d(16 if i else 3, 16, 3, padding=1) for i in range(8)]
-        self.features, self.classifier = nn.Sequential(*layers), nn.Linear(16 * 64, 40)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).flatten(1))  # type: ignore[no-any-return]
+    layers = [nn.Conv2d(16 if i else 3, 16, 3, padding=1) for i in range(8)]
+    return Does(
+        lambda m, x: m.classifier(m.features(x).flatten(1)),
+        features=nn.Sequential(*layers), classifier=nn.Linear(16 * 64, 40),
+    )  # fmt: skip
 
 
 def test_a_container_is_taken_apart_unless_it_is_named() -> None:
     options: dict[str, Any] = {"microbatches": 2, "loss_fn": lambda output, _: output.mean()}
-    pipe = Pipeline(Vision(), ranks=4, **options)
-    named = Pipeline(Vision(), stages=[["features"], ["classifier"]], **options)
+    pipe = Pipeline(vision(), ranks=4, **options)
+    named = Pipeline(vision(), stages=[["features"], ["classifier"]], **options)
     for one in (pipe, named):
         one.step(torch.randn(4, 3, 8, 8))
     shares = [line.rpartition(" - ")[2].partition("%")[0] for line in repr(pipe).split("\n")[1:]]

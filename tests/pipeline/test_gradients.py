@@ -21,6 +21,7 @@ from penstock.errors import ScheduleError, StageError
 from penstock.pipeline import Pipeline
 from penstock.testing import Case, Verdict, WorkerPool, compare, plain_loop
 from tests.catalogue.cases import CASES, EDGES, LANGUAGE, LOOPED, translator
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, mean_loss
 
 TRAINING = [name for name in ps.names() if name != "forward-only"]
@@ -103,31 +104,18 @@ def test_gradients_of_several_steps_add_up() -> None:
 # ---- what a schedule of one's own needs
 
 
-class First(nn.Module):
-    """Learns from the first of two values only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.lin(x) + y.detach()
-
-
-class TwoUses(nn.Module):
+def two_uses() -> nn.Module:
     """Three values of one stage go to two others; one needs no gradient, and one has none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
-        self.e = First()
-
-    def forward(self, x: Tensor) -> Any:
-        first = self.c(self.b(self.a(x)))
-        second = first * 2
+    def run(m: Any, x: Tensor) -> Any:
+        first = m.c(m.b(m.a(x)))
         with torch.no_grad():
             third = first * 3
-        return self.e(first, second) + self.d(third)
+        return m.e(first, first * 2) + m.d(third)
+
+    torch.manual_seed(0)
+    learns_from_one = Does(lambda m, x, y: m.lin(x) + y.detach(), lin=nn.Linear(4, 4))
+    return Does(run, **{name: nn.Linear(4, 4) for name in "abcd"}, e=learns_from_one).double()
 
 
 def train_with_two_uses(group: Any) -> None:
@@ -135,8 +123,7 @@ def train_with_two_uses(group: Any) -> None:
     rows = ("0F0 3F0 4F0 4B0 3B0 0B0", "1F0 2F0 2B0 1B0")
     programs = tuple(tuple(map(ps.parse_action, row.split())) for row in rows)
     schedule = ps.Schedule("own", ps.Placement((0, 1, 1, 0, 0)), 1, programs)
-    torch.manual_seed(0)
-    case = Case(TwoUses().double(), (X,), Y, mean_loss)
+    case = Case(two_uses(), (X,), Y, mean_loss)
     stages = ["b", "c", "d", "e"]
     compare(case, schedule=schedule, stages=stages, microbatches=1, mesh=group).check(1e-12)
 
@@ -184,21 +171,11 @@ def test_with_edges_by_hand() -> None:
         torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=1e-12)
 
 
-class Doubles(nn.Linear):
-    """Changes its argument in place."""
-
-    def forward(self, a: Tensor) -> Tensor:
-        return super().forward(a.mul_(2))
-
-
-class Sums(nn.Linear):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override] # it takes two
-        return super().forward(a) + b
-
-
 def test_a_stage_may_change_in_place_what_another_one_reads() -> None:
     torch.manual_seed(0)
-    first, doubles, sums = (kind(4, 4).double() for kind in (nn.Linear, Doubles, Sums))
+    first = nn.Linear(4, 4).double()
+    doubles = Does(lambda m, a: m.lin(a.mul_(2)), lin=nn.Linear(4, 4)).double()
+    sums = Does(lambda m, a, b: m.lin(a) + b, lin=nn.Linear(4, 4)).double()
     modules = nn.ModuleList([first, doubles, sums])
     a = first(X)
     expected = torch.autograd.grad(

@@ -23,6 +23,7 @@ from penstock.pipeline import peak_flops
 from penstock.schedule import Schedule
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 
 X = torch.ones(4, 4)
 
@@ -124,23 +125,18 @@ def test_processes_measure_and_share(workers: WorkerPool) -> None:
 # ---- how fast a step was
 
 
-class Attends(nn.Module):
+def attends(m: Any, hidden: Tensor) -> Any:
     """A layer of attention and of products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, hidden: Tensor) -> Any:
-        parts = self.mix(hidden).view(len(hidden), -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(*parts)
-        return hidden + self.out(attended.transpose(1, 2).flatten(2))
+    parts = m.mix(hidden).view(len(hidden), -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    attended = nn.functional.scaled_dot_product_attention(*parts)
+    return hidden + m.out(attended.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[Attends() for _ in range(3)]), torch.randn(8, 12, 16)
+    layers = [Does(attends, mix=nn.Linear(16, 48), out=nn.Linear(16, 16)) for _ in range(3)]
+    model, x = nn.Sequential(*layers), torch.randn(8, 12, 16)
     plain = copy.deepcopy(model)
     pipe = Pipeline(
         model,

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import Microbatches
 from penstock._engine.transport.nccl import in_rounds
 from penstock.schedule import add_communication, build
 from penstock.testing import Case, WorkerPool, compare
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
 from tests.transport.recording import record_messages
 
@@ -58,24 +59,12 @@ def test_one_ranks_value_reaches_all(workers: WorkerPool) -> None:
         assert sums == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-class Pair(nn.Module):
-    """Two tensors, and nothing, from one."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x * 2, x.flip(1), x[:0]
-
-
-class Sum(nn.Module):
-    """What is made of them."""
-
-    def forward(self, of: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return of[0] - of[1] + len(of[2])
-
-
 def differences(group: Any, width: int) -> dict[str, float]:
     """A worker's task: what a message of two tensors of a size changes beside a plain loop."""
     torch.manual_seed(0)
-    layers = nn.Linear(2, width), Pair(), Sum(), nn.Linear(width, 2)
+    three = Does(lambda _, x: (x * 2, x.flip(1), x[:0]))
+    summed = Does(lambda _, of: of[0] - of[1] + len(of[2]))
+    layers = nn.Linear(2, width), three, summed, nn.Linear(width, 2)
     case = Case(nn.Sequential(*layers).double(), (X[:, :2],), Y[:, :2], mean_loss)
     verdict = compare(case, schedule="1F1B", stages=["2"], microbatches=2, mesh=group)
     return verdict.differences()

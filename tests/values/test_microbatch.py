@@ -28,6 +28,7 @@ from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError
 from penstock.testing import Case, compare
 from tests.catalogue.kinds import Frozen, Pair, State
+from tests.catalogue.making import Does
 
 
 def split(
@@ -309,32 +310,21 @@ def test_a_batch_keeps_its_kind_and_is_merged_again(name: str, by_item: bool) ->
         assert torch.equal(joined, whole)
 
 
-class Takes(nn.Module):
-    """Two layers, and a function of them and of the batch."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
-
-    def forward(self, *batch: Any) -> Tensor:
-        return self.function(self.first, self.last, *batch)
-
-
 ROWS, SCALE = torch.rand(2, 6, 4, dtype=torch.float64)
 AS_GIVEN: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Any]] = {
     "a mapping of the user's": (
-        lambda first, last, batch: last(first(batch["x"]) * batch["scale"]),
+        lambda m, batch: m.last(m.first(batch["x"]) * batch["scale"]),
         (Inputs({"x": ROWS, "scale": SCALE}),), None,
     ),
     "a rule for its items": (
-        lambda first, last, batch: last(first(batch["x"]) * batch["scale"]),
+        lambda m, batch: m.last(m.first(batch["x"]) * batch["scale"]),
         (Inputs({"x": ROWS, "scale": SCALE}),), {0: {"x": Split(0)}},
     ),
     "a list as collated": (
-        lambda first, last, batch: last(first(batch[0]).tanh()) - batch[1], ([ROWS, SCALE],), None
+        lambda m, batch: m.last(m.first(batch[0]).tanh()) - batch[1], ([ROWS, SCALE],), None
     ),
     "a plain number as the rule of an item": (
-        lambda first, last, x, more: last(first(x).tanh()) + more["turned"].T,
+        lambda m, x, more: m.last(m.first(x).tanh()) + more["turned"].T,
         (ROWS, {"turned": ROWS.T.contiguous()}), {1: {"turned": 1}},
     ),
 }  # fmt: skip
@@ -344,7 +334,8 @@ AS_GIVEN: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Any]] = {
 def test_a_loop_trains_on_batches_as_they_are(name: str) -> None:
     function, args, rules = AS_GIVEN[name]
     loss = nn.functional.mse_loss
-    case = Case(Takes(function).double(), args, ROWS.flip(0), loss, split=rules)
+    layers = {name: nn.Linear(4, 4) for name in ("first", "last")}
+    case = Case(Does(function, **layers).double(), args, ROWS.flip(0), loss, split=rules)
     compare(case, schedule="1F1B", ranks=2, microbatches=3, steps=2).check(1e-12)
 
 

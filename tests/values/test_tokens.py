@@ -22,6 +22,7 @@ from penstock._engine.microbatches import MISSING, REPLICATE, Batch, Rules, Spli
 from penstock._engine.values import Structure, flatten, unflatten
 from penstock.errors import MicrobatchError, UsageError
 from penstock.testing import Case, compare
+from tests.catalogue.making import Does
 
 torch.set_num_threads(1)
 LENGTHS = (5, 1, 9, 3, 4, 6, 2)
@@ -229,32 +230,24 @@ def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str) -> None:
 # ---- FlexAttention's masks
 
 
-class Attention(nn.Module):
+def attend(m: Any, x: Tensor, mask: BlockMask) -> Tensor:
     """Attends by a block mask: by FlexAttention, or by its function where a gradient is needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
-        q = self.linear(x)[:, None]
-        if not torch.is_grad_enabled():
-            return x + flex_attention(q, q, q, block_mask=mask)[:, 0]
-        b, h, length, _ = mask.shape  # FlexAttention has no backward on a CPU
-        seen = create_mask(mask.mask_mod, b, h, length, length, device="cpu")
-        return x + scaled_dot_product_attention(q, q, q, attn_mask=seen)[:, 0]
+    q = m.linear(x)[:, None]
+    if not torch.is_grad_enabled():
+        return x + flex_attention(q, q, q, block_mask=mask)[:, 0]
+    b, h, length, _ = mask.shape  # FlexAttention has no backward on a CPU
+    seen = create_mask(mask.mask_mod, b, h, length, length, device="cpu")
+    return x + scaled_dot_product_attention(q, q, q, attn_mask=seen)[:, 0]
 
 
-class Flexes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Attention() for _ in range(2)])
-
-    def forward(self, x: Tensor, mask: BlockMask, cu_seqlens: Any = None) -> Tensor:
-        for layer in self.layers:
+def flexes() -> nn.Module:
+    def run(m: Any, x: Tensor, mask: BlockMask, cu_seqlens: Any = None) -> Tensor:
+        for layer in m.layers:
             x = layer(x, mask)
         return x
+
+    torch.manual_seed(0)
+    return Does(run, layers=[Does(attend, linear=nn.Linear(8, 8)) for _ in range(2)])
 
 
 def from_start(start: Tensor) -> Any:
@@ -280,7 +273,7 @@ def test_a_block_mask_is_split_with_the_batch(name: str) -> None:
     batch, length = (1, TOTAL) if packed else (4, 8)
     mask = create_block_mask(function, batch, None, length, length, device="cpu", BLOCK_SIZE=4)
     x, y = torch.randn(2, batch, length, 8)
-    case = Case(Flexes(), (x,), y, mse_loss, kwargs={"mask": mask, **packed}, evaluates=False)
+    case = Case(flexes(), (x,), y, mse_loss, kwargs={"mask": mask, **packed}, evaluates=False)
     verdict = compare(case, schedule="1F1B", ranks=2, microbatches=2)
     assert verdict.whole
     verdict.check(1e-6)

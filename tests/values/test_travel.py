@@ -32,6 +32,7 @@ from tests.catalogue.kinds import (
     layers,
     loss,
 )
+from tests.catalogue.making import Does
 from tests.device import DEVICE
 
 SPARSE = pytest.mark.skipif(DEVICE == played.NAME, reason="a played device has no sparse tensors")
@@ -125,13 +126,8 @@ class Unregistered:
         self.x = x
 
 
-class Gives(nn.Module):
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.lin, self.wrap = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), wrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(self.lin(x))
+def gives(wrap: Callable[[Tensor], Any]) -> Any:
+    return Does(lambda m, x: wrap(m.lin(x)), lin=nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -153,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def refusal(group: Any = None, *, name: str) -> list[str]:
     """The error's class and text where a stage returns what cannot travel; also a worker's task."""
     try:
-        with by_hand(group, Gives(REFUSED[name][0]), Layer(None, None)) as pipe:
+        with by_hand(group, gives(REFUSED[name][0]), Layer(None, None)) as pipe:
             pipe.step(X, target=X)
     except Exception as error:
         return [type(error).__name__, str(error)]
@@ -201,7 +197,7 @@ CUT: dict[str, tuple[Kind, type[Exception], str]] = {
 )
 def test_nor_can_a_model_be_cut_there(name: str) -> None:
     kind, error, says = CUT[name]
-    model = nn.Sequential(Gives(kind.wrap), Layer(kind, None))
+    model = nn.Sequential(gives(kind.wrap), Layer(kind, None))
     pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=loss)
     with pytest.raises(error, match=says):
         pipe.step(X, target=X)
@@ -217,11 +213,11 @@ def test_a_description_names_containers_that_this_process_knows(name: str) -> No
 
 def changing(group: Any) -> str:
     """A worker's task: what a stage returns hangs on the numbers that it is given."""
-    gives = Gives(lambda h: {"h": h, "sign": float(h.detach().sum().sign())})
-    nn.init.eye_(gives.lin.weight)
+    signs = gives(lambda h: {"h": h, "sign": float(h.detach().sum().sign())})
+    nn.init.eye_(signs.lin.weight)
     taker = Layer(Kind(lambda h: h, lambda v: v["h"] * v["sign"]), None)
     try:
-        with by_hand(group, gives, taker) as pipe:
+        with by_hand(group, signs, taker) as pipe:
             pipe.step(X * 9, target=X)
     except Exception as error:
         return str(error)
