@@ -17,7 +17,8 @@ from penstock.partition.doors import Seeded
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
 from penstock.partition.playing import Player
 from penstock.partition.recomputing import checkpointed
-from penstock.partition.score import Note, Score, ScoreTree
+from penstock.partition.score import Note, Score
+from penstock.partition.tree import ScoreTree
 from penstock.stage import StageCall, StageModule
 
 _NOTHING = CallPlan()
