@@ -115,6 +115,14 @@ class StageModule(nn.Module):
         """
 
     @abstractmethod
+    def kept(self, score: Any) -> Callable[[], None]:
+        """Keep what playing a score uses up; returns a function that puts it back, to play it once more.
+
+        Args:
+            score: one of what :meth:`scores` gave.
+        """
+
+    @abstractmethod
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of products, convolutions and attention in the model's forward.
 
@@ -574,6 +582,11 @@ class PipelineStage:
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Call a module that may compile now, with what its backward in halves needs."""
+        put_back: Callable[[], None] | None = None
+        if self._compiled is not None and not self._compiled.has_passed:
+            call = args[0] if args else None
+            if isinstance(self.code, StageModule) and isinstance(call, StageCall) and call.score:
+                put_back = self.code.kept(call.score)
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
                 # Dynamo reads .grad of every argument, also of non-leaves.
@@ -590,6 +603,8 @@ class PipelineStage:
                 self.on_undo()
             self._settings = None
             self._set_up()
+            if put_back is not None:
+                put_back()
             return self.call(*args, **kwargs)
 
     def start_from(self, microbatch: int, root: Any) -> None:

@@ -830,6 +830,23 @@ def collects_in_a_context_variable(m: Any, x: Tensor) -> Tensor:
     return x[1:].reshape(-1, WIDTH) + kept[1][1:] * kept[-2][1:] + kept[2][1:]
 
 
+class GivesBack(nn.Linear):
+    def __init__(self, _: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Any:
+        return super().forward(x), kept
+
+
+@program(GivesBack)
+def lists_that_layers_give_back(m: Any, x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for layer in m.l:
+        x, kept = layer(torch.tanh(x), [x])
+        total = total + kept[0].sin()
+    return x + total
+
+
 class Kept:
     """What a layer was given."""
 

@@ -453,6 +453,53 @@ def test_what_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) 
     assert logged.text.count("stage 0: torch.compile cannot capture any of it") == 1
 
 
+class Scaled(nn.Module):
+    """Code between its units gives them tensors of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True)
+        for block in self.blocks:
+            x = block(x * scale)
+        return x
+
+
+def test_a_unit_that_a_compiler_refuses_leaves_no_traces(logged: pytest.LogCaptureFixture) -> None:
+    """By then the first unit has run, with what the score holds for it."""
+    graphs: list[Any] = []
+
+    def refuses_the_second(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        if len(graphs) > 1:
+            raise RuntimeError("one graph is enough")
+        return graph.forward
+
+    model = Scaled()
+    model.blocks[1].append = linear()  # another kind of unit
+    case = Case(model, (batch()[0],), batch()[0], functional.mse_loss)
+    pipe = Pipeline(
+        copy.deepcopy(model), schedule="1F1B", ranks=2, stages=["blocks.2"], microbatches=2,
+        loss_fn=functional.mse_loss, compile={"backend": refuses_the_second},
+    )  # fmt: skip
+    judge(case, pipe).check(1e-12)
+    assert "one graph is enough" in logged.text
+    assert "it runs without compilation" in logged.text
+
+
+def test_single_layers_are_not_compiled_and_it_is_said(logged: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    case = Case(model, (batch()[0],), batch()[0], functional.mse_loss)
+    pipe = Pipeline(
+        copy.deepcopy(model), schedule="1F1B", ranks=2, stages=2, microbatches=2,
+        loss_fn=functional.mse_loss, compile=True,
+    )  # fmt: skip
+    judge(case, pipe).check(1e-12)
+    assert logged.text.count("nothing of stage 1 is compiled, as it has single layers") == 1
+
+
 class Twice(nn.Module):
     """Differentiates through its own gradient, adds a loss, and counts its calls in a buffer."""
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock import Microbatches, Pipeline, PipelineStage
 from penstock._engine.microbatches import MISSING
-from penstock.errors import PeerFailed, ScheduleError, StageError
+from penstock.errors import PeerFailed, ScheduleError, StageError, UsageError
 from penstock.partition import partition
 from penstock.schedule import (
     Action,
@@ -251,6 +256,105 @@ def test_several_pipelines_live_side_by_side_and_one_model_may_be_cut_anew() -> 
     assert pipes[1].is_main_process
     assert list(dict(pipes[1].named_parameters())) == list(dict(model.named_parameters()))
     assert pipes[1].job.meet(lambda: {"same": True}) == [{"same": True}]
+
+
+class Squares(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+class Squared(nn.Module):
+    """Uses a custom function and a checkpoint between its units, and prints inside one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared: Tensor = Squares.apply(self.first(x))
+        output: Tensor = checkpoint(self.last, squared, use_reentrant=False)
+        return output
+
+
+def in_threads(work: Callable[[int], Any], count: int = 4) -> list[Any]:
+    """What several threads that start together return, or raise."""
+    with ThreadPoolExecutor(count) as pool:
+        start = threading.Barrier(count)
+        return [
+            one.result(60.0)
+            for one in [pool.submit(together, start, work, i) for i in range(count)]
+        ]
+
+
+def together(start: threading.Barrier, work: Callable[[int], Any], index: int) -> Any:
+    start.wait(60.0)
+    return work(index)
+
+
+def test_calls_of_a_pipeline_from_several_threads_take_turns() -> None:
+    pipe = make(schedule="ZB-H1")
+    loss = pipe.step(X, target=Y).loss
+    once = {name: gradient.clone() for name, gradient in gradients(pipe).items()}
+
+    def call(index: int) -> float:
+        return (pipe.evaluate if index % 2 else pipe.step)(X, target=Y).loss
+
+    assert in_threads(call) == [loss] * 4
+    assert all(module.training for module in pipe.stages[0].module.modules())
+    for name, gradient in gradients(pipe).items():
+        torch.testing.assert_close(gradient, 3 * once[name])
+
+
+def test_pipelines_and_plain_models_in_threads_leave_each_other_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    apply = vars(torch.autograd.Function)["apply"]
+    plain = Squared()
+    mean_loss(plain(X), Y).backward()
+    wanted = {name: weight.grad for name, weight in plain.named_parameters()}
+
+    models = [Squared() for _ in range(4)]
+
+    def train(index: int) -> dict[str, Any]:
+        model = models[index]
+        if index % 2:
+            for _ in range(20):
+                model.zero_grad()
+                mean_loss(model(X), Y).backward()
+            return {name: weight.grad for name, weight in model.named_parameters()}
+        pipe = make(model, schedule="ZB-H1")
+        for rows in (4, 6, 8):  # each number of samples is planned anew
+            pipe.zero_grad()
+            pipe.step(X[:rows], target=Y[:rows])
+        return gradients(pipe)
+
+    for found in in_threads(train):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name])
+    assert vars(torch.autograd.Function)["apply"] is apply
+    sys.stdout.write("shown\n")
+    assert capsys.readouterr().out == "shown\n"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pipeline_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(UsageError, match=r"copy.deepcopy\(model\).*Checkpoints"):
+        copied(make())
+
+
+def test_a_recorded_result_is_shown_in_a_line() -> None:
+    assert len(repr(make().step(X, target=Y, record=True))) < 300
 
 
 def live(group: Any) -> dict[str, Any]:

@@ -166,6 +166,7 @@ SLIPS: dict[str, Slip] = {
     "no batch": (lambda pipe: pipe.step(target=Y), UsageError, r"step\(\) was given no batch"),
     "no samples": (lambda pipe: pipe.predict(X[:0]), MicrobatchError, "the batch is empty"),
     "no target": (lambda pipe: pipe.step(X), UsageError, r"pass target="),
+    "no target but None": (lambda pipe: pipe.step(X, target=None), UsageError, r"pass target="),
     "a positional target": (lambda pipe: pipe.step(X, Y), StageError, "by name, as target="),
     "a misspelt target": (lambda pipe: pipe.step(X, targets=Y), StageError, r"did you mean target=\?"),
     "a numpy array": (lambda pipe: pipe.step(X.numpy(), target=Y), MicrobatchError, "torch.as_ten"),
@@ -338,6 +339,24 @@ def set_up(group: Any) -> list[Any]:
     model[1 - rank].to("meta")
     make(model, device="cpu", mesh=group).close()
     return [*texts, *(parameter.is_meta for parameter in model.parameters())][::1]
+
+
+def cut_twice(group: Any) -> list[str]:
+    """A worker's task: what it is told of a second pipeline of a model, made before the cut or after it."""
+    model, texts = named(), []
+    pipe, early = make(model, mesh=group), make(model, mesh=group)
+    pipe.step(X, target=Y)
+    for other in (early, make(model, mesh=group)):
+        with pytest.raises(UsageError) as caught:
+            other.step(X, target=Y)
+        texts.append(str(caught.value))
+    pipe.step(X, target=Y)
+    return texts
+
+
+def test_a_model_whose_weights_went_to_other_ranks_is_not_cut_again(workers: WorkerPool) -> None:
+    for texts in workers.run(f"{__name__}:cut_twice", 2, 100.0):
+        assert all("an earlier Pipeline has cut this model" in text for text in texts), texts
 
 
 def test_every_process_is_told_and_moves_its_own_stages_alone(workers: WorkerPool) -> None:

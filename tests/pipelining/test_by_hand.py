@@ -70,6 +70,8 @@ class Early(PipelineScheduleSingle):
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: Any, **__: Any
     ) -> None:
         parts = self._check_inputs(arg_mbs, kwarg_mbs)[0]
+        if Early.says is before_it_begins:
+            self.says(self._stage, parts)
         self._initialize_stage(parts[0], {})
         self.says(self._stage, parts)
 
@@ -79,6 +81,13 @@ def other_values(stage: Any, args: Any) -> None:
     for index, (x,) in enumerate(args if stage.is_first else []):
         stage.forward_one_chunk(index, (x.repeat(1 + index, 1),))
         stage.get_fwd_send_ops(index)
+
+
+def before_it_begins(stage: Any, args: Any) -> None:
+    """One rank fails before it says anything; the other one waits for its values."""
+    if stage.is_first:
+        raise ZeroDivisionError("divided by zero")
+    forward(stage, args)
 
 
 def too_early(stage: Any, args: Any) -> None:
@@ -117,6 +126,7 @@ def by_the_schedule_too(stage: Any, args: Any) -> None:
 
 
 WRONG: list[tuple[Any, int, str]] = [
+    (before_it_begins, 1, "rank 0.* ZeroDivisionError: divided by zero"),
     (other_values, 0, "SpecError: 0SEND_F1: .*float32.2, 4.*float32.1, 4"),
     (too_early, 1, "stage 1 has nothing for microbatch 0; get_fwd_recv_ops comes first"),
     (without_loss, 1, "starts at loss="),

@@ -422,6 +422,7 @@ def test_what_differs_is_as_the_page_says(
 # ---- names
 
 OTHERS = {
+    "PipelineActivationLiveness",
     "_CustomFunctionProtocol",
     "_PipelineSchedule",
     "_PipelineScheduleRuntime",

@@ -277,6 +277,10 @@ ORDERS: dict[str, tuple[list[str], list[list[int]]]] = {
 def by_hand(group: Any, package: str, rows: str, way: str) -> None:
     texts, places = ORDERS[rows]
     names = EITHER[package]
+    if hasattr(names.schedules, "WAIT_SEND_F"):  # where torch has them, it demands them
+        sends = [[action for action in text.split() if "SEND" in action] for text in texts]
+        waits = [[action.replace("SEND", "WAIT_SEND") for action in row] for row in sends]
+        texts = [" ".join([text, *row]) for text, row in zip(texts, waits, strict=True)]
     order = {rank: names.row(text) for rank, text in enumerate(texts)}
     held = Held(names, group, dict(enumerate(places)))
     runtime = names._PipelineScheduleRuntime

@@ -191,7 +191,7 @@ def test_a_pipeline_tells_what_became_slow(clock: Clock, caplog: pytest.LogCaptu
             assert slow_in(pipe) == {(2,): pytest.approx(20.0)}
             assert not caplog.records
             pipe.step(x, target=x)
-        assert "rank 2 (stage 2) is" in caplog.text
+        assert "rank 2 (stage 2) takes" in caplog.text
     with pytest.raises(UsageError, match="every=0: must be at least 1"):
         SlowWarning(every=0)
 

@@ -301,3 +301,23 @@ class Caching(nn.Module):
 def test_each_run_of_a_unit_finds_its_cache_as_it_was(measured: bool) -> None:
     costs = costs_of(Caching(), torch.ones(3, 4), measured=measured)
     assert [unit.flops for unit in costs.units] == [2 * 3 * 4 * 4] * 3
+
+
+class Moves(nn.Module):
+    """Cannot run without data: it looks a name up by a number of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.ModuleDict({"7": nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second[str(int(x.detach().isnan().sum()) + 7)](x)
+
+
+def test_what_cannot_run_without_data_cannot_be_predicted() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Moves())
+    x = torch.randn(2, 4)
+    profile = predict(model, x, device="h100", loss_fn=lambda y: y.sum())
+    with pytest.raises(UsageError, match=r"'1' \(Moves\) does not run without data .*measure runs"):
+        profile.at(2)
+    assert measure(model, x, loss_fn=lambda y: y.sum(), repeats=1).at(2).units

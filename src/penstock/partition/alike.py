@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -15,7 +17,16 @@ from penstock._engine.values import PLAIN
 from penstock.partition.doors import Door
 from penstock.partition.kept import REGISTRIES
 from penstock.partition.names import FakeTensor, FakeTensorMode, without_modes
-from penstock.partition.templates import Look, look_of
+from penstock.partition.score import Line
+from penstock.partition.templates import (
+    GIVEN,
+    VALUE,
+    Look,
+    Number,
+    Template,
+    look_of,
+    with_leaves,
+)
 
 Numbers = dict[tuple[int, str], int]
 """Attributes that may be the number of a layer, by the position of their module and their name."""
@@ -44,20 +55,111 @@ class Memo:
         self._is_trusted = False
         self._of.clear()
 
-    def get(self, look: Any, numbers: Numbers) -> Any:
-        """What a unit gave that looks like this; layers' numbers count if such a unit has read them."""
-        return self._of.get(self._key(look, numbers)) if self._is_trusted else None
+    def get(self, call: CallLook) -> Answer | None:
+        """What a unit gave in a call like this; layers' numbers count if such a unit has read them."""
+        return self._of.get(self._key(call)) if self._is_trusted else None
 
-    def put(self, look: Any, numbers: Numbers, reads: set[tuple[int, str]], answer: Any) -> None:
+    def put(self, call: CallLook, reads: set[tuple[int, str]], answer: Answer) -> None:
         """Remember what a unit gave that has read these of its numbers."""
-        self._reads[look] = self._reads.get(look, frozenset()) | reads
-        self._of[self._key(look, numbers)] = answer
+        self._reads[call.look] = self._reads.get(call.look, frozenset()) | reads
+        self._of[self._key(call)] = answer
         if len(self._of) > _MOST:
             del self._of[next(iter(self._of))]
 
-    def _key(self, look: Any, numbers: Numbers) -> Any:
+    def _key(self, call: CallLook) -> Any:
+        look = call.look
         reads = self._reads.get(look, ())
-        return look, frozenset((place, numbers.get(place)) for place in reads)
+        return look, frozenset((place, call.unit.numbers.get(place)) for place in reads)
+
+
+@dataclass(eq=False)
+class Answer:
+    """What a unit gave, in terms of any call that looks the same.
+
+    Attributes:
+        result: the template of its result. A value in it is ``"old"`` or ``"new"``: a tensor of the call, or
+            one that the unit has made, by their places.
+        reads: the places of the tensors that it read.
+        looks: how the new tensors look, by place.
+        work: its operations, the floating-point operations among them, and the bytes that it made.
+        inner: the operations of the modules in it that were counted, by position.
+        varies: whether it has read numbers.
+        writes: the weights and buffers into which it has written, by the position of their module.
+    """
+
+    result: Template
+    reads: Sequence[int]
+    looks: Mapping[int, Look]
+    work: tuple[float, float, float]
+    inner: Mapping[int, float]
+    varies: bool
+    writes: Sequence[tuple[int, str]]
+
+    @classmethod
+    def of(
+        cls,
+        line: Line,
+        call: CallLook,
+        counted: Mapping[int, float],
+        *,
+        varies: bool,
+        writes: Sequence[tuple[int, str]],
+    ) -> Answer | None:
+        """What a line gave; None if another call could not give the same.
+
+        Args:
+            line: the line, which has run.
+            call: its look.
+            counted: the operations of modules, by their identity.
+            varies: whether it has read numbers.
+            writes: the weights and buffers into which it has written.
+        """
+        old = call.tensors
+
+        def anywhere(leaf: Template) -> Template:
+            if leaf[0] is VALUE and leaf[1] in line.shown:
+                return (VALUE, ("new", leaf[1][1]))
+            if leaf[0] is VALUE or leaf in old:
+                return (VALUE, ("old", old.index(leaf)))
+            return leaf
+
+        try:
+            result = with_leaves(line.result, anywhere)
+        except ValueError:
+            return None  # it gives a weight of its own
+        of_call = sum(t[0] is VALUE and t[1] in line.reads for t in old)
+        if len(line.reads) != of_call or not all(
+            isinstance(x, Tensor) for x in line.shown.values()
+        ):
+            return None
+        return cls(
+            result,
+            [at for at, t in enumerate(old) if t[0] is GIVEN or t[1] in line.reads],
+            {number[1]: look for number, look in line.looks.items() if isinstance(number, tuple)},
+            (line.work, line.flops, line.nbytes),
+            {a: counted[id(m)] for a, m in enumerate(call.unit.parts) if counted.get(id(m))},
+            varies,
+            writes,
+        )
+
+    def tell(self, line: Line, call: CallLook, blank: Callable[[Look], Tensor]) -> None:
+        """Note in a line of such a call what it gives; ``blank`` makes a placeholder."""
+        old = call.tensors
+
+        def here(leaf: Template) -> Template:
+            if leaf[0] is not VALUE:
+                return leaf
+            which, at = leaf[1]
+            return old[at] if which == "old" else (VALUE, (line.index, at))
+
+        line.result = with_leaves(self.result, here)
+        line.reads = frozenset(old[at][1] for at in self.reads if old[at][0] is VALUE)
+        for place, look in self.looks.items():
+            number, tensor = (line.index, place), blank(look)
+            line.shown[number], line.looks[number] = tensor, look
+            line.marks[id(tensor)] = number
+        line.work, line.flops, line.nbytes = self.work
+        line.varies = self.varies
 
 
 def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
@@ -97,7 +199,7 @@ class Looks:
     """
 
     def __init__(self, unit: nn.Module, path: str) -> None:
-        self.parts = list(unit.modules())
+        self.parts, self._path = list(unit.modules()), path
         self.numbers: Numbers = {}
         self._layers = {int(name) for name in path.split(".") if name.isdecimal()}
         self._positions = {id(part): index for index, part in enumerate(self.parts)}
@@ -105,10 +207,14 @@ class Looks:
         scripted = any(isinstance(part, torch.jit.ScriptModule) for part in self.parts)
         self.look = None if scripted else tuple(map(self._of_part, self.parts))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Looks) and (self.look, self.numbers) == (other.look, other.numbers)
+    def is_as_before(self) -> bool:
+        """Whether the unit still looks like this."""
+        now = Looks(self.parts[0], self._path)
+        return (now.look, now.numbers) == (self.look, self.numbers)
 
-    __hash__ = None  # type: ignore[assignment]
+    def layers(self) -> list[tuple[nn.Module, str, tuple[int, str]]]:
+        """The modules and names of the attributes that do not count, each with its place."""
+        return [(self.parts[at], name, (at, name)) for at, name in self.numbers]
 
     def _of_part(self, part: nn.Module) -> Any:
         state, position = vars(part), self._positions[id(part)]
@@ -146,6 +252,55 @@ class Looks:
             look = kind, *[self._of(one, depth + 1) for one in inside]
             self._seen[id(value)] = value, look
         return self._seen[id(value)][1]
+
+
+@dataclass(eq=False)
+class CallLook:
+    """How a call of a unit looks, whichever values it has.
+
+    Attributes:
+        unit: how the unit looks.
+        tensors: the templates of the call's tensors, each once.
+        look: what two calls have in common of which a unit makes the same; it can be hashed.
+    """
+
+    unit: Looks
+    tensors: list[Template]
+    look: Any
+
+    @classmethod
+    def of(cls, line: Line, unit: nn.Module, shown: Mapping[Number, Any]) -> CallLook | None:
+        """The look of a call; None if nothing can be said, as where it has objects of the author's.
+
+        Args:
+            line: the call.
+            unit: the unit that is called.
+            shown: the placeholders of the values.
+        """
+        places: dict[Template, int] = {}
+
+        def abstract(leaf: Template) -> Template:
+            look = leaf[2] if leaf[0] is GIVEN else None
+            if leaf[0] is VALUE:
+                if not isinstance(shown[leaf[1]], Tensor):
+                    raise LookupError
+                look = look_of(shown[leaf[1]])
+            if type(look) is not tuple:
+                return leaf
+            return places.setdefault(leaf, len(places)), look
+
+        try:
+            args = tuple([with_leaves(of, abstract) for of in line.args])
+            kwargs = tuple([(name, with_leaves(of, abstract)) for name, of in line.kwargs])
+        except LookupError:
+            return None
+        if line.beside[2]:
+            return None
+        looks = Looks(unit, line.what)
+        if looks.look is None:
+            return None
+        look = args, kwargs, line.modes, torch.get_default_dtype(), looks.look
+        return cls(looks, list(places), look)
 
 
 class _Itself(NamedTuple):

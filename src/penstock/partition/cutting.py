@@ -17,13 +17,14 @@ from penstock.partition.base import Example, Partition, count_parameters, find_s
 from penstock.partition.doors import Door
 from penstock.partition.order import CallOrder
 from penstock.partition.planning import deciding_early, first_uses, lines_of
-from penstock.partition.score import Score, ScoreTree
+from penstock.partition.score import Score
 from penstock.partition.stage import (
     CutModel,
     CutStage,
     check_not_compiled,
     has_compiled_forward,
 )
+from penstock.partition.tree import ScoreTree
 from penstock.partition.units import (
     at_points,
     find_units,

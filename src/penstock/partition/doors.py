@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -154,27 +156,97 @@ _OPTIONS = {"preserve_rng_state"} | {
 """The arguments of a checkpoint that are not passed on to the function."""
 
 
-@contextlib.contextmanager
-def others_seen(listener: Listener) -> Iterator[None]:
-    """Let ``listener`` answer for custom functions and checkpoints."""
-    apply_before, switch_before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
+class _Heard(threading.local):
+    """Who answers in a thread: torch's functions belong to all threads, of which another may train now."""
 
-    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        # Up to torch 2.13 it is a classmethod, later a builtin one; both are descriptors.
-        return listener.applied(function, _APPLY.__get__(None, function), args, kwargs)
+    listener: Listener | None = None
 
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
-        return listener.checkpointed(_CHECKPOINT, args, kwargs, options)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    setattr(_CHECKPOINT, _SWITCH, checkpoint)
-    try:
-        yield
-    finally:
-        Function.apply = apply_before  # type: ignore[method-assign]
+class _Watch:
+    """Takes over custom functions and checkpoints for as long as any thread has a listener."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+        self._heard = _Heard()
+
+    @contextlib.contextmanager
+    def listens(self, listener: Listener) -> Iterator[None]:
+        """Let a listener answer in this thread."""
+        before = self._heard.listener
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._install()
+        self._heard.listener = listener
+        try:
+            yield
+        finally:
+            self._heard.listener = before
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    self._restore()
+
+    def _install(self) -> None:
+        self._before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
+        heard, plain = self._heard, self._before[1] or _CHECKPOINT
+
+        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+            # Up to torch 2.13 it is a classmethod, later a builtin one; both are descriptors.
+            run, listener = _APPLY.__get__(None, function), heard.listener
+            if listener is None:
+                return run(*args, **kwargs)
+            return listener.applied(function, run, args, kwargs)
+
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            listener = heard.listener
+            if listener is None:
+                return plain(*args, **kwargs)
+            options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+            return listener.checkpointed(_CHECKPOINT, args, kwargs, options)
+
+        Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        setattr(_CHECKPOINT, _SWITCH, checkpoint)
+
+    def _restore(self) -> None:
         # To torch, None means not set.
-        setattr(_CHECKPOINT, _SWITCH, switch_before)
+        Function.apply, switch = self._before  # type: ignore[method-assign]
+        setattr(_CHECKPOINT, _SWITCH, switch)
+
+
+others_seen = _Watch().listens
+"""A context, ``others_seen(listener)``, in which it answers for what this thread calls of them."""
+
+
+# ---- what a run without data leaves alone in the whole process
+
+
+_ALONE = threading.RLock()
+
+
+class _Muted:
+    """The standard output without what one thread prints."""
+
+    def __init__(self, shown: Any) -> None:
+        self._shown, self._thread = shown, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Print what another thread prints."""
+        muted = threading.get_ident() == self._thread
+        return len(text) if muted else int(self._shown.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+
+@contextlib.contextmanager
+def alone_and_silent() -> Iterator[None]:
+    """A context in which nothing that this thread prints is shown, and that threads enter one by one.
+
+    What such a run puts back belongs to the whole process: the standard output, globals of the author's code.
+    """
+    with _ALONE, contextlib.redirect_stdout(_Muted(sys.stdout)):
+        yield
 
 
 def is_checkpoint(function: type[Function]) -> bool:

@@ -16,7 +16,7 @@ from penstock.partition.doors import reads_noted
 from penstock.partition.functions import is_ours
 from penstock.partition.kept import Kept
 from penstock.partition.names import FakeTensor, FakeTensorMode
-from penstock.partition.score import Line, Score, storage_of
+from penstock.partition.score import Line, Score
 from penstock.partition.templates import (
     BATCH,
     BUILT,
@@ -29,6 +29,7 @@ from penstock.partition.templates import (
     Template,
     fill,
     leaves_of,
+    storage_of,
 )
 from penstock.schedule import Edge
 

@@ -18,8 +18,10 @@ from penstock.partition.doors import BETWEEN, Door, Run
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
-from penstock.partition.score import Line, Note, Score, ScoreTree, Writer
+from penstock.partition.score import Line, Note, Score
 from penstock.partition.templates import BATCH, GIVEN, VALUE, Number, bind, fill, takes_gradient
+from penstock.partition.tree import ScoreTree
+from penstock.partition.writer import Writer
 from penstock.stage import StageCall
 
 

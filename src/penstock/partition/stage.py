@@ -17,7 +17,8 @@ from penstock.partition.doors import Seeded
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
 from penstock.partition.playing import Player
 from penstock.partition.recomputing import checkpointed
-from penstock.partition.score import Note, Score, ScoreTree
+from penstock.partition.score import Note, Score
+from penstock.partition.tree import ScoreTree
 from penstock.stage import StageCall, StageModule
 
 _NOTHING = CallPlan()
@@ -217,6 +218,16 @@ class CutStage(StageModule):
     def given(self, score: Score, plan: CallPlan) -> list[Tensor]:
         """The tensors that are given to this stage's lines; see :meth:`StageModule.given`."""
         return [note.given[index] for note, index in self._given(score, plan)]
+
+    def kept(self, score: Score) -> Callable[[], None]:
+        """Keep what playing a score uses up; see :meth:`StageModule.kept`."""
+        lists = [(given, [*given]) for given in (*(n.given for n in score.notes), score.given)]
+
+        def put_back() -> None:
+            for given, before in lists:
+                given[:] = before
+
+        return put_back
 
     def _given(self, score: Score, plan: CallPlan) -> Iterator[tuple[Note, int]]:
         for place in plan.mine[self.index]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import Items, items_of
+from penstock.errors import UsageError
 from penstock.partition.kept import put_back
 
 Template: TypeAlias = tuple[Any, ...]
@@ -61,6 +62,16 @@ def takes_gradient(tensor: Tensor) -> bool:
     except RuntimeError:
         # One of several views that were made at once has no node after its base has changed.
         return True
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, UsageError):
+        return id(tensor)
 
 
 def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
@@ -180,6 +191,18 @@ def known_in(template: Template) -> Iterator[Template]:
         yield template
         for inner in template[4]:
             yield from known_in(inner)
+
+
+def with_leaves(template: Template, leaf: Callable[[Template], Template]) -> Template:
+    """A template with other leaves, each made of the one in its place."""
+    tag = template[0]
+    if tag is TUPLE:
+        return (TUPLE, template[1], tuple([with_leaves(one, leaf) for one in template[2]]))
+    if tag is SLICE:
+        return (SLICE, tuple([with_leaves(one, leaf) for one in template[1]]))
+    if tag is NEW or tag is KNOWN or tag is BUILT:
+        return (*template[:4], tuple([with_leaves(one, leaf) for one in template[4]]))
+    return leaf(template)
 
 
 def text_of(template: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,6 +94,8 @@ class StepOptions(NamedTuple):
 class Engine:
     """Carries out the calls of a pipeline, each from its arguments to its result; ``pipe.engine``.
 
+    Calls from several threads take turns.
+
     :class:`~penstock.Pipeline` is what users see of it. The packages above, with loops of other libraries or
     of the user's own, call it for what no user of a Pipeline does. All ranks make each call together; an
     error in one rank's arguments is raised on all of them, and none begins.
@@ -131,6 +134,7 @@ class Engine:
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.apart = False
+        self._turn = threading.RLock()
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
     # ---- what users of a Pipeline call
@@ -163,6 +167,8 @@ class Engine:
                 f"{', '.join(both)} given by name and in model_kwargs=; give each once"
             )
         named = {**kwargs, **more}
+        if target is None:
+            target = MISSING  # a placeholder: a loss that needs no target gets None without one too
         name = None if self._loss is None else self._loss.target
         if name is not None and target is MISSING:
             target = named.get(name, MISSING)
@@ -189,7 +195,8 @@ class Engine:
         )  # fmt: skip
         step = flowed_back(self._run(self._described(call, arguments, complete), arguments))
         weights.stage_weights.leave_gradients()
-        self._check_losses_inside(step, arguments)
+        with self._turn:
+            self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(weights.stages, step.agreement.model_call.count)
         self._last_seed = seed
@@ -218,10 +225,11 @@ class Engine:
 
     def cut(self, arguments: CallArguments) -> None:
         """Cut the model by a batch, if that is still to be done."""
-        uncut = self._held.uncut
-        if uncut is not None:
-            call = Call(Batch(), trains=torch.is_grad_enabled())
-            self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
+        with self._turn:
+            uncut = self._held.uncut
+            if uncut is not None:
+                call = Call(Batch(), trains=torch.is_grad_enabled())
+                self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
 
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first non-finite value."""
@@ -310,12 +318,13 @@ class Engine:
         """
         call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
         weights = self._held.stage_weights
-        if call.trains:
-            weights.prepare()
-        with self._runner.driven(call) as state_and_perform:
-            yield state_and_perform
-        if call.trains:
-            weights.finish()
+        with self._turn:
+            if call.trains:
+                weights.prepare()
+            with self._runner.driven(call) as state_and_perform:
+                yield state_and_perform
+            if call.trains:
+                weights.finish()
         flowed_back(state_and_perform[0])
 
     # ---- a call
@@ -361,7 +370,7 @@ class Engine:
         started = perf_counter()
         call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
         call = self._described(call, arguments)
-        with self._held.evaluating():
+        with self._turn, self._held.evaluating():
             step = self._run(call, arguments)
         return self._result(step, started)
 
@@ -419,17 +428,18 @@ class Engine:
             arguments: what the user called the pipeline with, for hints.
         """
         held = self._held
-        try:
-            if held.uncut is not None:
-                self._runner.cut_by(held.uncut, call)
+        with self._turn:
+            try:
+                if held.uncut is not None:
+                    self._runner.cut_by(held.uncut, call)
+                if call.trains:
+                    held.stage_weights.prepare()
+                step = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, arguments) from error.__cause__
             if call.trains:
-                held.stage_weights.prepare()
-            step = self._runner.run(call)
-        except StageError as error:
-            raise self._explained(error, call, arguments) from error.__cause__
-        if call.trains:
-            held.stage_weights.finish()
-        return step
+                held.stage_weights.finish()
+            return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
         """The error, with a hint if the model refused an argument meant for the step."""

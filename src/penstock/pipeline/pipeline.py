@@ -70,6 +70,8 @@ _HABITS = {
     "cuda": "Pipeline(device=) says where the stages live",
     "modules": "the stages of this process are in stages, each with its module",
     "buffers": "weights.state_dict() holds them",
+    "state_dict": "weights.state_dict() holds this process's weights, with full=True the whole model's",
+    "load_state_dict": "weights.load_state_dict() takes the whole model's",
     "optimizer_state": "penstock.Checkpoints saves optimizers, weights.optimizer_state_dict() gives their "
     "states",
 }
@@ -389,6 +391,13 @@ class Pipeline:
                 f"microbatches={schedule.microbatches}, device={str(self.device)!r}{beside}{here})",
                 *self._held.rows(),
             ]
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a Pipeline cannot be copied or pickled: it holds this process's place among the ranks. Copy the "
+            "model before a Pipeline cuts it, copy.deepcopy(model), and make another Pipeline of the copy; "
+            "save weights by pipe.weights.save(folder), and a whole run by penstock.Checkpoints"
         )
 
     if not TYPE_CHECKING:

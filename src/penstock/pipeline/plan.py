@@ -23,6 +23,7 @@ from penstock.schedule.action import GRADIENT_OPS, Op
 from penstock.schedule.base import Edges, flat
 from penstock.schedule.library import built
 from penstock.schedule.library.schedules import forward_only
+from penstock.schedule.passes import AHEAD
 
 Builder = Callable[[int, int], Schedule]
 """The user's function that makes a schedule for a number of ranks and microbatches."""
@@ -31,9 +32,6 @@ Source = str | PathLike[str] | Schedule | Builder | Plan
 
 Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 """How to cut: a count, module paths to cut before, paths for each stage, a partition, or None."""
-
-AHEAD = 2
-"""The number of receives posted ahead on a channel. One would be late if ranks do not keep step."""
 
 
 @dataclass(eq=False)

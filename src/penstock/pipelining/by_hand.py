@@ -77,11 +77,6 @@ class LoopDrive(FunctionDrive):
         """The stages and microbatches whose inputs' gradients are there."""
         self._divisors: dict[Any, int] = {}
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a call has begun the step."""
-        return self._begun is not None
-
     def start(self) -> tuple[Dependencies, StepState, Perform]:
         """Begin the step, if no call has."""
         if self._begun is None:

@@ -214,6 +214,7 @@ class PipelineSchedule:
         self._internal_losses: list[Tensor] = []
         self._finalizes = True
         self._loop: LoopDrive | None = None
+        self._begun = False
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
         self._pipe: Pipeline | None = None
@@ -395,6 +396,7 @@ class PipelineSchedule:
         """
         self._finalizes = finalize_gradients
         self._internal_losses.clear()  # a step by hand that failed leaves some
+        self._begun = False
         try:
             if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
                 raise CallError("step needs gradients; under torch.no_grad() call eval")
@@ -414,12 +416,12 @@ class PipelineSchedule:
                     "target_mbs, or the arguments and target"
                 )
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            batch = arg_mbs, kwarg_mbs, target_mbs
+            self._in_a_loop(batch, losses, return_outputs, loss_kwargs=loss_kwargs)
         except Exception as error:
-            self._refuse(error)
+            if not self._begun:
+                self._refuse(error)
             raise
-        self._in_a_loop(
-            (arg_mbs, kwarg_mbs, target_mbs), losses, return_outputs, loss_kwargs=loss_kwargs
-        )
         last = self._last_stage
         if last is None or not return_outputs:
             return None
@@ -437,6 +439,7 @@ class PipelineSchedule:
             with ExitStack() as stack:
 
                 def begin() -> tuple[Dependencies, StepState, Perform]:
+                    self._begun = True
                     schedule = self._all_actions()
                     step = self._pipeline(schedule).engine.driven(lambda: call, trains=call.trains)
                     return Dependencies(schedule), *stack.enter_context(step)
@@ -474,7 +477,7 @@ class PipelineSchedule:
         return next((stage.edges for stage in self._stages if stage.edges is not None), None)
 
     def _refuse(self, error: Exception) -> None:
-        """Raise this rank's argument error on the other ranks, which are in the same step."""
+        """Raise an error before this rank's step has begun on the other ranks, which are in the same one."""
 
         def describe() -> Call:
             raise error
@@ -501,7 +504,7 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Run a batch that is already split, as :meth:`step` takes it; subclasses may override this."""
-        if self._loop is not None and self._loop.has_begun:
+        if self._loop is not None and self._begun:
             raise CallError(
                 "a step is run either by a loop over stages or by the schedule; this one is by hand already"
             )
@@ -511,6 +514,7 @@ class PipelineSchedule:
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = self._call(batch, loss=loss, keep=True, custom=custom)
+        self._begun = True
         done = self._pipeline(self.schedule).engine.perform(lambda: call, trains=call.trains)
         last = self._last_stage
         if last is None:

@@ -14,7 +14,7 @@ from pydantic import Field, PlainSerializer, PlainValidator
 
 from penstock._engine.values import bytes_as_text
 from penstock.errors import UsageError
-from penstock.plan.costs import AHEAD, FILE, Number, Numbers, StageCosts, read_json, write_json
+from penstock.plan.costs import FILE, Number, Numbers, StageCosts, read_json, write_json
 from penstock.schedule import (
     Op,
     Schedule,
@@ -26,6 +26,7 @@ from penstock.schedule import (
     simulate,
     to_json,
 )
+from penstock.schedule.passes import AHEAD
 
 POLICIES = ("none", "needed", "all")
 LARGEST = 2**20

@@ -17,12 +17,11 @@ from penstock.partition import choose_cuts
 from penstock.plan.devices import Device
 from penstock.plan.meter import Operation
 from penstock.schedule import Costs, Edge, Op, Placement
+from penstock.schedule.passes import AHEAD
 
 Cut = tuple[int, ...]
 """The units that stages start with, beginning with unit 0."""
 KINDS = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
-AHEAD = 2
-"""The number of messages per channel with memory ready before they arrive, as in the runtime."""
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Numbers = tuple[Number, ...]
 Rate = Annotated[float, Field(gt=0)]

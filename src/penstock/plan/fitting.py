@@ -14,7 +14,7 @@ from penstock.plan.candidates import Arrangement, Candidate, Wanted, order_of
 from penstock.plan.choice import Order, PlanShape, with_messages
 from penstock.plan.costs import Cut, Profile, StageCosts, runs_of
 from penstock.plan.ranks import PipelineRanks, least_work, ranks_of, units_on
-from penstock.schedule import Op, Placement, Schedule, simulate
+from penstock.schedule import Op, Placement, Schedule, lower_bound, simulate
 
 
 class Fitting:
@@ -211,31 +211,15 @@ def _even_cut(shares: tuple[float, ...], placement: Placement, paces: tuple[floa
     return choose_cuts(shares, placement.stages, placement, paces)
 
 
-def _bound(schedule: Schedule, costs: StageCosts) -> float:
-    """A time that no order of the actions beats.
-
-    A rank cannot start before a microbatch has come to one of its stages, then has all its own work to do,
-    and after that, if backward is whole, the gradients of one of its stages must still pass the stages ahead.
-    """
-    placement, split = schedule.placement, {Op.I, Op.W} <= schedule.ops
-    backward = costs.backward
-    if split:
-        halves = zip(costs.backward, costs.input, costs.weight, strict=True)
-        backward = tuple(min(whole, first + second) for whole, first, second in halves)
-    ahead, behind = [0.0] * placement.stages, [0.0] * placement.stages
-    for edge in sorted(costs.edges, key=lambda edge: edge.source):
-        for target in edge.targets:
-            source, ranks = edge.source, placement.rank_of
-            hop = 0.0
-            if ranks[source] != ranks[target]:
-                hop = costs.costs.wire(ranks[source], ranks[target])[0]
-            ahead[target] = max(ahead[target], ahead[source] + costs.forward[source] + hop)
-            if edge.gradient and not split:
-                behind[target] = max(behind[target], behind[source] + backward[source] + hop)
-    bound = 0.0
-    for rank in range(schedule.ranks):
-        mine = placement.stages_on(rank)
-        work = sum(costs.forward[stage] + backward[stage] for stage in mine)
-        first, last = (min(of[stage] for stage in mine) for of in (ahead, behind))
-        bound = max(bound, first + schedule.microbatches * work + last)
-    return bound
+def _bound(schedule: Schedule, of: StageCosts) -> float:
+    """A time that no order of the actions beats, if as many backwards are whole as in the schedule."""
+    costs = of.costs
+    if not {Op.I, Op.W} <= schedule.ops:
+        costs = replace(costs, input=of.backward, weight=0.0, stash=0.0)
+    return lower_bound(
+        costs,
+        ranks=schedule.ranks,
+        microbatches=schedule.microbatches,
+        placement=schedule.placement,
+        edges=of.edges,
+    )

@@ -25,11 +25,12 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock._engine.devices import wait_for
+from penstock._engine.faults import failing_module
 from penstock._engine.rng import generators_kept
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.backward import SplitBackward
 from penstock.backward.nodes import edge_of
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.partition import CallPlan, partition
 from penstock.partition.alike import filled
 from penstock.partition.base import count_parameters, home_of
@@ -90,7 +91,15 @@ def measure_units(
         take = _same if fake is None else fake.from_tensor
         loss, target = loss or _sum_up, map_tensors(target, take)
         runs = _Runs(model, calls, call, lambda output: loss(output, target), take)
-        counts, values = runs.counted(Count(fake))
+        try:
+            counts, values = runs.counted(Count(fake))
+        except Exception as error:
+            if fake is None or isinstance(error, PenstockError):
+                raise
+            raise UsageError(
+                f"{failing_module(error) or 'the model'} does not run without data ({type(error).__name__}: "
+                f"{error}), so its costs cannot be predicted; penstock.plan.measure runs it with data"
+            ) from error
         clock = clock_of(home)
         # The first run does not count.
         timed = [runs.timed(clock) for _ in range(repeats + 1 if repeats else 0)][1:]

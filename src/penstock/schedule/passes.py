@@ -26,6 +26,9 @@ from penstock.schedule.action import (
 from penstock.schedule.base import Placement, Schedule, flat, paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart, proofs
 
+AHEAD = 2
+"""The receives that the runtime posts ahead on a channel. One would be late if ranks do not keep step."""
+
 Pass = Callable[[Schedule], Schedule]
 """A function that makes a new schedule from a schedule and leaves its argument unchanged."""
 

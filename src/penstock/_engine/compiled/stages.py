@@ -78,6 +78,13 @@ class CompiledModule:
         self._units = [unit for unit in units or () if _is_worth_it(unit)]
         for unit in self._units:
             unit._compiled_call_impl = _compiled(unit, options)
+        self._has_none = units is not None and not any(u._compiled_call_impl for u in units)
+        if units and self._has_none:
+            log.warning(
+                "penstock: nothing of %s is compiled, as it has single layers of torch.nn alone; to compile "
+                "several together, put them into a module of your own and name that in stages=",
+                name,
+            )
 
     def undo(self) -> None:
         """Undo the compilation of units in place."""
@@ -90,12 +97,20 @@ class CompiledModule:
         Raises:
             RefusedError: the call failed, or its result cannot be used; it has left no traces.
         """
-        kind = self._module.training, torch.is_grad_enabled()
-        if kind in self._passed or names.runs_as_written():
+        if self.has_passed or names.runs_as_written():
             return self._call(*args, **kwargs)
         result = self._first(args, kwargs)
-        self._passed.add(kind)
+        self._passed.add(self._kind)
         return result
+
+    @property
+    def _kind(self) -> tuple[bool, bool]:
+        return self._module.training, torch.is_grad_enabled()
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a call of this kind cannot be undone any more, as one has succeeded or none is compiled."""
+        return self._has_none or self._kind in self._passed
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         started, before = perf_counter(), names.graphs_compiled()

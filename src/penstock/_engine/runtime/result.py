@@ -93,7 +93,7 @@ class StepResult:
         rest = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if f.name not in ("read", "cost")
+            if f.name not in ("read", "cost", "timeline")
         ]
         return f"StepResult({', '.join([*(f'{k}={v!r}' for k, v in self.read()._asdict().items()), *rest])})"
 

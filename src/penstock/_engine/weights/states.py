@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from penstock._engine.parallel import is_sharded, local_part, spread, whole
+from penstock._engine.placeholders import is_placeholder
 from penstock._engine.transport import Group, Job
 from penstock._engine.weights.files import WeightFiles
 from penstock._engine.weights.optimizers import (
@@ -180,7 +181,13 @@ class StageWeights:
         Raises:
             UsageError: a tensor is on the meta device.
         """
-        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
+        tensors = [pair for stage in self._stages for pair in stage.named_tensors()]
+        if absent := [name for name, tensor in tensors if is_placeholder(tensor)]:
+            raise UsageError(
+                f"{', '.join(absent[:5])} are on other ranks: an earlier Pipeline has cut this model, and "
+                "left each process the weights of its own stages; make one Pipeline of a model, or another "
+                "of a copy from before the cut, copy.deepcopy(model)"
+            )
         empty = [name for name, tensor in tensors if tensor.is_meta]
         if empty:
             raise UsageError(

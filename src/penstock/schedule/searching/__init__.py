@@ -160,8 +160,10 @@ def lower_bound(
     longest way of one microbatch through all stages. Memory does not count. Arguments and errors are those of
     :func:`search`.
     """
-    tasks = _tasks(costs, ranks, microbatches, memory, placement, edges)
-    return min(task.least for task in tasks)
+    check_at_least_one(ranks=ranks, microbatches=microbatches)
+    # All microbatches are alike, so one will do.
+    tasks = _tasks(costs, ranks, 1, memory, placement, edges)
+    return min(task.least_of(microbatches) for task in tasks)
 
 
 def _tasks(

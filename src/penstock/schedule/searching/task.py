@@ -121,6 +121,10 @@ class Task:
     @cached_property
     def least(self) -> float:
         """A time that every schedule takes at least; see :func:`penstock.schedule.lower_bound`."""
+        return self.least_of(self.microbatches)
+
+    def least_of(self, microbatches: int) -> float:
+        """The same for another number of microbatches."""
         m, takes = self.microbatches, self._least_durations()
         # One microbatch, with a clock for each lane: there and, against the links, back.
         links = [
@@ -134,7 +138,7 @@ class Task:
         for lanes in self.lanes:
             working = [lane for lane in lanes if takes[lane]] or lanes
             head, tail = (min(map(side.__getitem__, working)) for side in (heads, tails))
-            ways.append(head + m * sum(takes[lane] for lane in lanes) + tail)
+            ways.append(head + microbatches * sum(takes[lane] for lane in lanes) + tail)
         return max(ways)
 
     def _least_durations(self) -> list[float]:
