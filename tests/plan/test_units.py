@@ -311,7 +311,8 @@ class Moves(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.ModuleDict({"7": nn.Linear(4, 4)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second[str(int(x.detach().isnan().sum()) + 7)](x)
+        output: Tensor = self.second[str(int(x.detach().isnan().sum()) + 7)](x)
+        return output
 
 
 def test_what_cannot_run_without_data_cannot_be_predicted() -> None:
