@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock import doctor as doctor
     from penstock import errors as errors
     from penstock import integrations as integrations
+    from penstock import losses as losses
     from penstock import partition as partition
     from penstock import pipeline as pipeline
     from penstock import pipelining as pipelining

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock._engine.microbatches import OUTPUT, TARGET, Split, labels_that_count
 from penstock._engine.rng import generator_states, generators_kept
@@ -156,6 +156,8 @@ def _rows_of(loss: StepLoss, call: ModelCall, microbatch: int, output: Any, targ
     for at, leaf in enumerate(leaves):
         dim = _dim(loss, call, OUTPUT if at < outputs else TARGET)
         has = isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()
+        # The weight of a head whose product the loss computes has no rows for samples.
+        has = has and not isinstance(leaf._base, nn.Parameter)
         each, rest = divmod(leaf.shape[dim] if has else 0, samples)
         ways.append((dim, each) if each and not rest else None)
         if ways[-1] is not None:
