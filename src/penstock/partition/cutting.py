@@ -15,6 +15,7 @@ from penstock.partition.alike import Memo
 from penstock.partition.balance import Room, choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, count_parameters, find_shared, named_tensors
 from penstock.partition.doors import Door
+from penstock.partition.forward import Forward
 from penstock.partition.order import CallOrder
 from penstock.partition.planning import deciding_early, first_uses, lines_of
 from penstock.partition.score import Score
@@ -24,7 +25,6 @@ from penstock.partition.stage import (
     check_not_compiled,
     has_compiled_forward,
 )
-from penstock.partition.tree import ScoreTree
 from penstock.partition.units import (
     at_points,
     find_units,
@@ -223,7 +223,7 @@ class Cutting:
 
     def _write(self, units: Sequence[str], call: Example, *, counts: bool = False) -> _Draft:
         """The score of a call; with ``counts``, the work of modules inside units is counted."""
-        tree = ScoreTree(self.model, self._forward, once(self.model, units), self._memo)
+        tree = Forward(self.model, self._forward, once(self.model, units), self._memo)
         outside = [module for _, module in tree.outside]
         hooked: list[Door] = []
         if self.count > 1:
@@ -360,7 +360,7 @@ class Cutting:
             draft = None
         if draft is None and call is not None and self.count > 1:
             draft = self._write(units, call)
-        tree = ScoreTree(model, self._forward, units, self._memo) if draft is None else draft.tree
+        tree = Forward(model, self._forward, units, self._memo) if draft is None else draft.tree
         recomputes = _recomputed(units, self._recompute)
         cut = CutModel(tree, _with_weights(model, homes), self.count, recomputes)
         stages = tuple(CutStage(cut, index) for index in range(self.count))
@@ -380,7 +380,7 @@ class _Draft(NamedTuple):
         work: the operations of each unit, and of the modules in it, by their identity.
     """
 
-    tree: ScoreTree
+    tree: Forward
     score: Score
     work: dict[int, float]
 

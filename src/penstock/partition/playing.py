@@ -15,12 +15,12 @@ from torch.utils import checkpoint as checkpointing
 from penstock._engine.values import map_tensors
 from penstock.errors import PlanError
 from penstock.partition.doors import BETWEEN, Door, Run
+from penstock.partition.forward import Forward
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.score import Line, Note, Score
 from penstock.partition.templates import BATCH, GIVEN, VALUE, Number, bind, fill, takes_gradient
-from penstock.partition.tree import ScoreTree
 from penstock.partition.writer import Writer
 from penstock.stage import StageCall
 
@@ -38,7 +38,7 @@ class Player:
 
     def __init__(
         self,
-        tree: ScoreTree,
+        tree: Forward,
         homes: Homes,
         stage: int,
         *,
@@ -222,7 +222,7 @@ class Live(Writer):
 
     silent = False
 
-    def __init__(self, player: Player, tree: ScoreTree, values: _Values, call: StageCall) -> None:
+    def __init__(self, player: Player, tree: Forward, values: _Values, call: StageCall) -> None:
         super().__init__(tree, call.score.draws, call.score.batch)
         self._player, self._values, self._call = player, values, call
         self._decided = False
@@ -319,7 +319,7 @@ class Live(Writer):
 class _Values(dict[Any, Any]):
     """The values of a stage by number; weights by name; placeholders of what is not read."""
 
-    def __init__(self, tree: ScoreTree, score: Score) -> None:
+    def __init__(self, tree: Forward, score: Score) -> None:
         super().__init__()
         self._tensors, self._notes = tree.tensors, score.notes
         self.copies_buffers = False

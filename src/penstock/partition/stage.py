@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from penstock._engine.rng import Draws
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.doors import Seeded
+from penstock.partition.forward import Forward
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
 from penstock.partition.playing import Player
 from penstock.partition.recomputing import checkpointed
 from penstock.partition.score import Note, Score
-from penstock.partition.tree import ScoreTree
 from penstock.stage import StageCall, StageModule
 
 _NOTHING = CallPlan()
@@ -44,7 +44,7 @@ class CutModel:
     """
 
     def __init__(
-        self, tree: ScoreTree, homes: Homes, stages: int, recomputes: Collection[str]
+        self, tree: Forward, homes: Homes, stages: int, recomputes: Collection[str]
     ) -> None:
         self.tree, self.model, self.forward = tree, tree.model, tree.forward
         self.homes, self.stages, self.recomputes = homes, stages, frozenset(recomputes)

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock._engine.rng import Draws, generators_kept
-from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Memo, without_data
 from penstock.partition.base import home_of
-from penstock.partition.doors import Door, Run, opened, others_seen
-from penstock.partition.kept import Kept, replaced
-from penstock.partition.names import FakeTensor, FakeTensorMode
-from penstock.partition.score import Line, Score
+from penstock.partition.doors import Door
+from penstock.partition.names import FakeTensorMode
+from penstock.partition.score import Line
 from penstock.partition.templates import Look, look_of, text_of
-from penstock.partition.writer import Writer
 
 _MOST_LINES = 50_000
 """How many lines a tree has at most; it then begins anew."""
-_HELD_BY_LINE = 3
-"""The references to a placeholder that nothing but its line has, and what counts them."""
 
 
 class ScoreTree:
@@ -34,15 +26,12 @@ class ScoreTree:
 
     Args:
         model: the whole model.
-        forward: its forward.
         units: the paths of the modules that are placed as a whole.
         memo: what units gave, so that those that are alike need not run.
     """
 
-    def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], units: Sequence[str], memo: Memo
-    ) -> None:
-        self.model, self.forward, self.memo = model, forward, memo
+    def __init__(self, model: nn.Module, units: Sequence[str], memo: Memo) -> None:
+        self.model, self.memo = model, memo
         self.units = {path: model.get_submodule(path) for path in units}
         self.doors = [Door(module, path) for path, module in self.units.items()]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -50,9 +39,6 @@ class ScoreTree:
         self.by_numbers: set[Any] = set()
         self.roots: dict[Any, Line] = {}
         self.lines = 0
-        self.writer: Writer | None = None
-        self._doors_open: list[Door] = []
-        self._open: dict[str, nn.Module] = {}
         self.modules = list(model.modules())
         self.paths = {id(module): path for path, module in model.named_modules()}
         inside = {id(p): path for path, unit in self.units.items() for p in unit.modules()}
@@ -236,190 +222,6 @@ class ScoreTree:
             state = vars(part)
             for name in [n for n, x in state.items() if type(x) is Tensor and not x.is_sparse]:
                 yield state, name, self.mode.from_tensor(state[name].detach())
-
-    # ---- writing
-
-    def write(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        draws: Draws | None = None,
-        doors: Sequence[Door] = (),
-        inner: Sequence[Door] = (),
-    ) -> Score:
-        """Run the author's forward on placeholders, and write down what happens.
-
-        Args:
-            args: the model's arguments, with their numbers.
-            kwargs: its keyword arguments.
-            draws: seeds what functions between units draw; None leaves the generators alone.
-            doors: the doors of other modules to place as a whole, such as those with hooks.
-            inner: the doors of modules inside units, whose operations are counted too.
-
-        Raises:
-            PartitionError: the model cannot be cut this way; the message names the module and the line.
-        """
-        tensors = tensors_in((tuple(args), dict(kwargs)))
-        if any(tensor.is_inference() for tensor in tensors):
-            args, kwargs = map_tensors((tuple(args), dict(kwargs)), Tensor.clone)
-        batch = [tensor for tensor in tensors if tensor.requires_grad]
-        writer = Writer(self, draws, batch)
-        output = self.run(writer, args, kwargs, doors, inner)
-        call = (args, kwargs) if writer.decides else None
-        score = Score(*writer.ended(output), writer.root, batch, draws, writer.inner_work, call)
-        writer.let_go()
-        del writer, output
-        for note in score.notes:
-            for shown in note.line.shown.values():
-                if sys.getrefcount(shown) > _HELD_BY_LINE:
-                    del shown
-                    self._replace_leaked(note.line)
-                    break
-        return score
-
-    def _replace_leaked(self, line: Line) -> None:
-        """Give a line other placeholders in place of those that the author's code has kept somewhere.
-
-        In a later microbatch, or outside of the model, they stand for nothing, and using them is refused.
-        """
-        for number in list(line.shown):
-            tensor = line.shown[number]
-            if (
-                type(tensor) is FakeTensor
-                and tensor.layout is torch.strided
-                and sys.getrefcount(tensor) > _HELD_BY_LINE
-            ):
-                line.first.setdefault(number, tensor)  # its memory says what shares it
-                blank = self.blank((*look_of(tensor)[:4], line.looks[number][4]))
-                line.marks = {k: n for k, n in line.marks.items() if n != number}
-                line.marks[id(blank)] = number
-                line.shown[number] = blank
-
-    def rehearse(
-        self,
-        call: tuple[Sequence[Any], Mapping[str, Any]],
-        doors: Sequence[Door] = (),
-        inner: Sequence[Door] = (),
-    ) -> Score:
-        """Write a score of a call that does not count; whatever the author's code changes is put back.
-
-        Args:
-            call: the model's arguments; ones stand for tensors without data.
-            doors: as for :meth:`write`.
-            inner: as for :meth:`write`.
-        """
-        self.refresh()
-        args, kwargs = map_tensors((tuple(call[0]), dict(call[1])), self._with_data)
-        tables: list[Any] = [t for _, m in self.outside for t in (m._buffers, vars(m))]
-        held = [(t, n, x) for t in tables for n, x in t.items() if type(x) is Tensor]
-        copies = [(table, name, self._with_data(x)) for table, name, x in held]
-        buffers, kept = self.buffers, Kept(self.modules)
-        # A change of a copy is one of the buffer.
-        named = zip(copies, held, strict=True)
-        self.buffers = {id(y): buffers[id(x)] for (_, _, y), (_, _, x) in named if id(x) in buffers}
-        try:
-            with generators_kept([self.device]), replaced(copies):
-                return self.write(args, kwargs, None, doors, inner)
-        finally:
-            self.buffers = buffers
-            kept.restore()
-
-    def _with_data(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, of ones where it has no data."""
-        if not tensor.is_meta:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return ones.requires_grad_(tensor.requires_grad)
-
-    @contextmanager
-    def open(self, doors: Sequence[Door] = ()) -> Iterator[None]:
-        """A context in which calls of units are answered, for several microbatches.
-
-        Args:
-            doors: the doors of other modules to place as a whole, such as those with hooks.
-        """
-        self._settings = self._settings_now()
-        self._doors_open = [*self.doors, *doors]
-        self._open = {door.path: door.module for door in self._doors_open}
-        padded = [
-            module.register_forward_pre_hook(self._check_padding, with_kwargs=True)
-            for _, module in self.outside
-            if isinstance(module, nn.TransformerEncoder)
-            and getattr(module, "use_nested_tensor", False)
-            and not (module.training or torch.is_grad_enabled())
-        ]
-        try:
-            with opened(self._doors_open, _unanswered, self._open), self._sets_noted():
-                yield
-        finally:
-            self._doors_open, self._open, self._settings = [], {}, ()
-            for hook in padded:
-                hook.remove()
-
-    @contextmanager
-    def _sets_noted(self) -> Iterator[None]:
-        """Tell the writer which attributes of units the author's code sets."""
-        set_plainly = nn.Module.__setattr__
-
-        def set_noted(module: nn.Module, name: str, value: Any) -> None:
-            set_plainly(module, name, value)
-            if self.writer is not None and id(module) in self.unit_of:
-                self.writer.has_set(self.unit_of[id(module)], module, name)
-
-        nn.Module.__setattr__ = set_noted  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.__setattr__ = set_plainly  # type: ignore[method-assign]
-
-    def _check_padding(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Refuse PyTorch's encoders that drop padding with nested tensors, if their layers are units."""
-        if kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None:
-            raise PartitionError(
-                f"{self.paths.get(id(module)) or 'the model'} (TransformerEncoder) drops padded positions in "
-                "evaluation, by nested tensors, which cannot travel between stages; set its "
-                "use_nested_tensor = False, or place it as a whole by naming it in stages="
-            )
-
-    def run(
-        self,
-        writer: Writer,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        doors: Sequence[Door] = (),
-        inner: Sequence[Door] = (),
-    ) -> Any:
-        """Run the author's forward, of which a writer answers the calls."""
-        with ExitStack() as stack:
-            if not self._open:
-                stack.enter_context(self.open(doors))
-            writer.units = self._open
-            for door in self._doors_open:
-                door.call = writer.unit
-            stack.enter_context(writer.settled())
-            if inner:
-                stack.enter_context(opened(inner, writer.counted))
-            stack.enter_context(others_seen(writer))
-            stack.enter_context(writer)
-            self.writer = writer
-            try:
-                output: Any = self.forward(*args, **kwargs)
-            except Exception as error:
-                if writer.refused:
-                    raise writer.refused[0] from None
-                raise writer.explained(error) from error
-            finally:
-                self.writer = None
-            for door in self._doors_open:
-                door.call = _unanswered
-        if writer.refused:
-            raise writer.refused[0]
-        return output
-
-
-def _unanswered(door: Door, run: Run, args: Any, kwargs: Any) -> Any:
-    """The module's own call, between microbatches."""
-    return run(*args, **kwargs)
 
 
 def _has_hooks(module: nn.Module) -> bool:

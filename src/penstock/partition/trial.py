@@ -12,9 +12,9 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,16 +48,45 @@ from penstock.partition.templates import (
     storage_of,
     takes_gradient,
 )
+from penstock.partition.tree import ScoreTree
+from penstock.partition.work import Work
 from penstock.stage import uncompiled
-
-if TYPE_CHECKING:
-    from penstock.partition.writer import Writer
 
 IS_LINE = object()
 """Says that a call is a line, whose placeholders answer it."""
 _OPAQUE = (set, np.ndarray)
 _PATIENCE = 64
 """The number of answers with ones after which a line gets zeros."""
+
+
+class Writing(Protocol):
+    """What a trial knows of the score that is being written."""
+
+    tree: ScoreTree
+    units: dict[str, nn.Module]
+    numbers: dict[int, Any]
+    shown: dict[Any, Tensor]
+    makers: dict[int, int]
+    work: Work
+    inner_work: dict[int, float]
+
+    def trying(self, trial: Trial) -> AbstractContextManager[None]:
+        """A context in which calls belong to a trial."""
+
+    def varies(self, line: Line) -> bool:
+        """Whether numbers decide the shapes of what a line reads."""
+
+    def note_makers(self) -> None:
+        """Note which lines have made the memory of the placeholders so far."""
+
+    def note_maker(self, tensor: Tensor, line: Line) -> bool:
+        """Note that a line has made a tensor; returns whether its memory is new."""
+
+    def at_end(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function when the author's forward has run."""
+
+    def refusal(self, does: str) -> PartitionError:
+        """The error for what cannot be written, which counts whatever the author's code makes of it."""
 
 
 class Trial:
@@ -76,7 +105,7 @@ class Trial:
     """
 
     def __init__(
-        self, writer: Writer, line: Line, run: Run, given: list[Any], alike: CallLook | None
+        self, writer: Writing, line: Line, run: Run, given: list[Any], alike: CallLook | None
     ) -> None:
         self.used, self.foreign = set[int](), set[int]()
         self._writer, self._tree, self._line = writer, writer.tree, line

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,9 @@ from penstock.partition.templates import (
     takes_gradient,
     text_of,
 )
+from penstock.partition.tree import ScoreTree
 from penstock.partition.trial import IS_LINE, Trial
 from penstock.partition.work import Work
-
-if TYPE_CHECKING:
-    from penstock.partition.tree import ScoreTree
 
 _MOST_CACHED = 20_000
 """The operations without data that torch may remember."""
@@ -78,7 +76,7 @@ class Writer(TorchFunctionMode):
 
     Args:
         tree: the lines that are known.
-        draws: as for :meth:`ScoreTree.write`.
+        draws: as for :meth:`Forward.write`.
 
     Attributes:
         numbers: the values, by the identity of their placeholders.
