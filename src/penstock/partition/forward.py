@@ -65,9 +65,9 @@ class Forward(ScoreTree):
         Raises:
             PartitionError: the model cannot be cut this way; the message names the module and the line.
         """
-        tensors = tensors_in((tuple(args), dict(kwargs)))
+        tensors = tensors_in((args, kwargs))
         if any(tensor.is_inference() for tensor in tensors):
-            args, kwargs = map_tensors((tuple(args), dict(kwargs)), Tensor.clone)
+            args, kwargs = map_tensors((args, kwargs), _for_autograd)
         batch = [tensor for tensor in tensors if tensor.requires_grad]
         writer = Writer(self, draws, batch)
         output = self.run(writer, args, kwargs, doors, inner)
@@ -226,3 +226,7 @@ class Forward(ScoreTree):
 def _unanswered(door: Door, run: Run, args: Any, kwargs: Any) -> Any:
     """The module's own call, between microbatches."""
     return run(*args, **kwargs)
+
+
+def _for_autograd(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor

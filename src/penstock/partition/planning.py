@@ -31,6 +31,7 @@ from penstock.partition.templates import (
     leaves_of,
     storage_of,
 )
+from penstock.partition.tree import ScoreTree
 from penstock.schedule import Edge
 
 Homes = Mapping[str, Sequence[int]]
@@ -203,31 +204,28 @@ def first_uses(score: Score, homes: Homes) -> Mapping[str, int]:
     return Owners(lines_of(score), homes).find().loose
 
 
-def plan_of(
-    score: Score, homes: Homes, stages: int, model: nn.Module, mode: FakeTensorMode
-) -> CallPlan:
+def plan_of(score: Score, homes: Homes, stages: int, tree: ScoreTree) -> CallPlan:
     """The plan of a score; it is made once for all microbatches that went the same way.
 
     Args:
         score: the score.
         homes: the stages of the units and of their weights.
         stages: the number of stages.
-        model: the whole model.
-        mode: the mode of the placeholders.
+        tree: the lines of the author's forward, and its weights.
 
     Raises:
         PartitionError: the model cannot be cut this way; the message names the module and the line.
     """
     plans = score.end.plans
     if score.digest not in plans:
-        plans[score.digest] = _Planner(score, homes, stages, model).plan(mode)
+        plans[score.digest] = _Planner(score, homes, stages, tree).plan()
     plan: CallPlan = plans[score.digest]
     return plan
 
 
 class _Planner:
-    def __init__(self, score: Score, homes: Homes, stages: int, model: nn.Module) -> None:
-        self._score, self._stages, self._model = score, stages, model
+    def __init__(self, score: Score, homes: Homes, stages: int, tree: ScoreTree) -> None:
+        self._score, self._stages, self._tree = score, stages, tree
         self._lines = lines_of(score)
         self._owners = Owners(self._lines, homes).find()
         self._shown: dict[Number, Tensor] = {}
@@ -244,7 +242,7 @@ class _Planner:
                     self._shown[number] = self._shown[target[1]]
         self._memory = {n: storage_of(t) for n, t in self._shown.items() if isinstance(t, Tensor)}
 
-    def plan(self, mode: FakeTensorMode) -> CallPlan:
+    def plan(self) -> CallPlan:
         lines, stages = self._lines, self._owners.stages
         self._check()
         output, returned = self._output()
@@ -271,13 +269,13 @@ class _Planner:
                 arrives[user][name] = number
         edges.sort(key=lambda edge: (edge.source, edge.value))
         work = [0.0] * self._stages
-        units = Counter[str]()
+        by_unit: defaultdict[str, float] = defaultdict(float)
         for line, owner in zip(lines, stages, strict=True):
             work[owner] += line.work
-            units[line.what if line.unit else ""] += line.work  # type: ignore[assignment]
+            by_unit[line.what if line.unit else ""] += line.work
         total = sum(work) or 1.0
-        path, most = max(units.items(), key=lambda p: (bool(p[0]), p[1]), default=("", 0.0))
-        modules = dict(self._model.named_modules())
+        path, most = max(by_unit.items(), key=lambda p: (bool(p[0]), p[1]), default=("", 0.0))
+        units = self._tree.units
         return CallPlan(
             tuple(edges),
             tuple(stages),
@@ -292,13 +290,13 @@ class _Planner:
             [of / total for of in work],
             (path, most / total),
             [
-                (modules[f"{line.what}.{path}" if path else line.what], name, line.what)
+                (units[line.what].get_submodule(path), name, line.what)
                 for line, owner in zip(lines, stages, strict=True)
                 for path, name, _ in (*line.attributes, *line.numbers)
                 if owner < self._stages - 1
             ],
-            fill(_anew(output), _Weights(self._model, self._shown), self._score.given),
-            mode,
+            fill(_anew(output), {**self._tree.tensors, **self._shown}, self._score.given),
+            self._tree.mode,
         )
 
     def _drops(self, returned: Sequence[Number]) -> list[dict[int, list[Number]]]:
@@ -338,7 +336,7 @@ class _Planner:
 
     def _learns(self, number: Number) -> bool:
         if isinstance(number, str):
-            return bool(_tensor(self._model, number).requires_grad)
+            return self._tree.tensors[number].requires_grad
         return bool(self._lines[number[0]].looks[number][4])
 
     def _uses(self, returned: Sequence[Number]) -> dict[Number, set[int]]:
@@ -393,8 +391,9 @@ class _Planner:
         return look(template, 0), returned
 
     def _unknown_output(self) -> PartitionError:
+        name = type(self._tree.model).__name__
         return PartitionError(
-            f"the output of the {type(self._model).__name__} has a tensor that no call of a unit or of a "
+            f"the output of the {name} has a tensor that no call of a unit or of a "
             "function between them gives. Values that hooks collect inside of units, such as hidden states, "
             "are not available here; return them from the units, or leave out the option that asks for them"
         )
@@ -506,13 +505,7 @@ class _Planner:
             for other in self._lines[: line.index]
             if name in other.reads and self._owners.stages[other.index] != stage
         ]
-        holders = self._owners.holders(name)
-        if len(holders) > 1 and isinstance(_tensor(self._model, name), nn.Parameter):
-            raise PartitionError(
-                f"{line.where}: {line.name} in stage {stage} changes {name} in place, which stages "
-                f"{', '.join(map(str, holders))} share, each with its own copy; put all of its modules "
-                "into one stage"
-            )
+        self._check_not_shared(line, stage, name)
         if others:
             raise PartitionError(
                 f"{line.where}: {line.name} in stage {stage} changes {name} in place, which stage "
@@ -525,18 +518,21 @@ class _Planner:
         return number if old is None else self._root(old)
 
     def _check_weight(self, line: Line, stage: int, name: str) -> None:
+        self._check_not_shared(line, stage, name)
         holders = self._owners.holders(name)
-        is_buffer = not isinstance(_tensor(self._model, name), nn.Parameter)
-        if len(holders) > 1 and not is_buffer:
-            raise PartitionError(
-                f"{line.where}: {line.name} in stage {stage} changes {name} in place, which stages "
-                f"{', '.join(map(str, holders))} share, each with its own copy; put all of its modules "
-                "into one stage"
-            )
         if stage not in holders:
             raise PartitionError(
                 f"{line.where}: {line.name} in stage {stage} changes {name} of stage "
                 f"{min(holders, default=0)}; put both into one module that is placed as a whole"
+            )
+
+    def _check_not_shared(self, line: Line, stage: int, name: str) -> None:
+        holders = self._owners.holders(name)
+        if len(holders) > 1 and isinstance(self._tree.tensors[name], nn.Parameter):
+            raise PartitionError(
+                f"{line.where}: {line.name} in stage {stage} changes {name} in place, which stages "
+                f"{', '.join(map(str, holders))} share, each with its own copy; put all of its modules "
+                "into one stage"
             )
 
 
@@ -547,21 +543,3 @@ def _anew(template: Template) -> Template:
     if template[0] is KNOWN:
         return (NEW, None, *template[2:4], tuple(map(_anew, template[4])))
     return template
-
-
-class _Weights(dict[Any, Any]):
-    """Placeholders by their numbers, and weights by their names."""
-
-    def __init__(self, model: nn.Module, shown: Mapping[Number, Tensor]) -> None:
-        super().__init__(shown)
-        self.update(dict((*model.named_parameters(), *model.named_buffers())))
-        self._model = model
-
-    def __missing__(self, name: str) -> Tensor:
-        return _tensor(self._model, name)
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    path, _, last = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), last)
-    return tensor

@@ -125,8 +125,18 @@ class Player:
                 given[target[1]] = given[target[1]].clone()
         if not line.unit:
             values.copies_buffers = not (line.changes or name_of(line.what) in NORMS)
-        args = [values[t[1]] if t[0] is VALUE else fill(t, values, given) for t in line.args]
-        kwargs = {name: fill(template, values, given) for name, template in line.kwargs}
+        # In a loop, as in Writer: this runs for each line of each microbatch.
+        args, kwargs = list[Any](), dict[str, Any]()
+        for template in line.args:
+            tag = template[0]
+            if tag is VALUE:
+                args.append(values[template[1]])
+            elif tag is GIVEN:
+                args.append(given[template[1]])
+            else:
+                args.append(fill(template, values, given))
+        for name, template in line.kwargs:
+            kwargs[name] = fill(template, values, given)
         if line.beside[2]:
             beside = fill(line.beside, values, given)[len(note.context) :]
             for (part, name), value in zip(note.sets, beside, strict=True):
@@ -159,7 +169,12 @@ class Player:
         if line.simple and line.checked and isinstance(made, Tensor):
             values[line.result[1]] = made
             given.clear()
-            return
+        else:
+            self._note_made(note, made, values, call)
+
+    def _note_made(self, note: Note, made: Any, values: _Values, call: StageCall) -> None:
+        """Note what a line has made, set and changed."""
+        line, given = note.line, note.given
         try:
             bind(line.result, made, line.index, values)
             for template in line.left:

@@ -84,7 +84,7 @@ class CutModel:
         """
         if score is None:
             return _NOTHING
-        plan = plan_of(score, self.homes, self.stages, self.model, self.tree.mode)
+        plan = plan_of(score, self.homes, self.stages, self.tree)
         if not self.shares:
             self.shares, self.heaviest = plan.work, plan.heaviest
         return plan
