@@ -111,6 +111,7 @@ class Engine:
         step_names: the names of the arguments of a step, for hints.
 
     Attributes:
+        loss: the loss of the pipeline, if it has one.
         hooks: the user's functions around actions.
         randomness: the seed of random numbers, and the number of the next step.
         apart: whether results have :class:`Outputs` rather than what these are put together.
@@ -128,7 +129,7 @@ class Engine:
         step_names: Iterable[str],
     ) -> None:
         self._runner, self._job, self._schedules, self._held = runner, runner.job, schedules, held
-        self._loss, self._rules, self._slowness = loss, rules, slowness
+        self.loss, self._rules, self._slowness = loss, rules, slowness
         self._step_names = tuple(step_names)
         self.hooks = Hooks(ActionEvent)
         self.randomness = Randomness(seed)
@@ -169,7 +170,7 @@ class Engine:
         named = {**kwargs, **more}
         if target is None:
             target = MISSING  # a placeholder: a loss that needs no target gets None without one too
-        name = None if self._loss is None else self._loss.target
+        name = None if self.loss is None else self.loss.target
         if name is not None and target is MISSING:
             target = named.get(name, MISSING)
         return CallArguments(args, named, target, microbatches, same_batch)
@@ -213,11 +214,11 @@ class Engine:
         Raises:
             UsageError: there is no loss.
         """
-        if self._loss is None:
+        if self.loss is None:
             raise UsageError(
                 "evaluate needs a loss; make the Pipeline with loss_fn=, or use predict"
             )
-        return self._in_evaluation(arguments, self._loss, outputs=outputs)
+        return self._in_evaluation(arguments, self.loss, outputs=outputs)
 
     def predict(self, arguments: CallArguments) -> Any:
         """Compute the output for a batch in evaluation mode, on every rank."""
@@ -336,7 +337,7 @@ class Engine:
         Raises:
             UsageError: there is none, or the pipeline cannot train.
         """
-        if self._loss is None:
+        if self.loss is None:
             raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
         if not self._schedules.training.trains:
             raise UsageError(
@@ -348,7 +349,7 @@ class Engine:
                 "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
                 "or use evaluate"
             )
-        return self._loss
+        return self.loss
 
     def _drawn_from(self, number: int) -> tuple[int, int] | None:
         """What a step draws its random numbers from; None for torch's generators."""
@@ -536,7 +537,7 @@ class Engine:
         Raises:
             UsageError: the main loss is not the same.
         """
-        loss = self._loss if loss is None else loss
+        loss = self.loss if loss is None else loss
         batch = self._with_batch(Call(Batch()), arguments).batch
         first, device = arguments._replace(same_batch=False), self._held.device
         if batch.parts:

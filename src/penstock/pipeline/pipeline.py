@@ -245,7 +245,7 @@ class Pipeline:
         loss, replicas = settings.loss, settings.replica_set
         beside = len(groups_beside(settings.mesh, replicas)) > 0
         self._job = Job(transport, schedules.ranks, replicas, settings.home, beside=beside)
-        self._schedules, self._loss = schedules, loss
+        self._schedules = schedules
         self._undecided = settings.schedule == "auto"
         self._step_hooks = Hooks(StepEvent)
         self._closed = False
@@ -335,7 +335,7 @@ class Pipeline:
     @property
     def computes_loss(self) -> bool:
         """True if there is a loss, so that :meth:`step` can train."""
-        return self._loss is not None
+        return self.engine.loss is not None
 
     @property
     def stopping(self) -> bool:

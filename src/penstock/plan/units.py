@@ -20,9 +20,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import GradientEdge
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock._engine.devices import wait_for
 from penstock._engine.faults import failing_module
@@ -32,9 +31,10 @@ from penstock.backward import SplitBackward
 from penstock.backward.nodes import edge_of
 from penstock.errors import PenstockError, UsageError
 from penstock.partition import CallPlan, partition
-from penstock.partition.alike import filled
+from penstock.partition.alike import filled, without_data
 from penstock.partition.base import count_parameters, home_of
 from penstock.partition.kept import Kept
+from penstock.partition.names import FakeTensorMode, without_modes
 from penstock.plan.costs import UnitCost, Units, ValueCost
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.schedule import Edge
@@ -181,11 +181,10 @@ def _sharing_data(tensor: Tensor) -> Tensor:
 
 
 def _faked(mode: FakeTensorMode, device: torch.device, tensor: Tensor) -> Tensor:
-    with mode:
-        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, tensor.requires_grad)
-    return twin.requires_grad_(tensor.requires_grad)
+    is_weight, learns = isinstance(tensor, nn.Parameter), tensor.requires_grad
+    look = tensor.shape, tensor.stride(), tensor.dtype, device, learns and not is_weight
+    twin = without_data(mode, look)
+    return nn.Parameter(twin, learns) if is_weight else twin
 
 
 def _check_not_scripted(model: nn.Module) -> None:
@@ -455,7 +454,7 @@ class _Answers(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
-            with _disable_current_modes():
+            with without_modes():
                 args, kwargs = map_tensors((args, kwargs or {}), lambda t: filled(t, 1))
                 output = func(*args, **kwargs)
             return map_tensors(output, lambda tensor: self._mode.from_tensor(tensor.detach()))
