@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from penstock._engine.weights.folders import PipelineSave, files_beside
 from penstock._engine.weights.norms import scale_gradients, total_norm
 from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock._engine.weights.states import LoadResult, StageWeights, load_optimizer
+from penstock.errors import UsageError
 from penstock.pipeline.holding import HeldModel
 
 LONG = 300.0
@@ -149,6 +150,50 @@ class ModelWeights:
             UsageError: different stages have different weights of one name.
         """
         return self._held.weights.state_dict() if full else self.here.state_dict()
+
+    def stream(
+        self, bucket_bytes: int = 1 << 28, *, to: Literal["main", "all"] = "main"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the whole weights by their names, such as to load them into an inference engine.
+
+        The names are those of the unsplit model, under which ``from_pretrained`` loads it. A weight with
+        several names or stages comes once, under its first name; a sharded one comes whole. A process never
+        has more than a bucket of what is not its own. Every rank of all pipelines given by ``mesh=`` or
+        ``replicas=`` calls it between two steps, and iterates to the end::
+
+            engine.load_weights(pipe.weights.stream())        # in the main process
+            for _ in pipe.weights.stream(): pass              # in the others
+
+        Args:
+            bucket_bytes: the size of a bucket in bytes; a larger tensor is a bucket of its own.
+            to: ``"main"``: :attr:`Pipeline.is_main_process` gets the weights, and the others none.
+                ``"all"``: every process gets them.
+
+        Yields:
+            Names and tensors, on the device of the stages; do not write into them, and copy what you keep:
+            those that live in this process are the model's own.
+
+        Raises:
+            UsageError: an argument is invalid, or different stages have different weights of one name.
+        """
+        if bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes={bucket_bytes}: must be at least 1 byte")
+        if to not in ("main", "all"):
+            raise UsageError(f"to={to!r}: must be 'main' or 'all'")
+        return self._streamed(bucket_bytes, to_all=to == "all")
+
+    def _streamed(self, bucket_bytes: int, *, to_all: bool) -> Iterator[tuple[str, Tensor]]:
+        try:
+            with self.job.calling("stream", LONG):
+                yield from self._held.weights.stream(bucket_bytes, to_all=to_all)
+        except GeneratorExit:
+            if self.job.transport is not None:
+                # The other ranks are in the middle of it.
+                text = (
+                    "pipe.weights.stream() was left before its end on one rank; iterate to the end"
+                )
+                self.job.fail(UsageError(text))
+            raise
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:

@@ -35,6 +35,7 @@ from penstock._engine.weights.states import (
     gather_optimizer,
     gather_state,
     load_state,
+    stream_state,
 )
 from penstock.errors import UsageError
 from penstock.partition import Shared, find_shared, named_tensors
@@ -98,6 +99,17 @@ class ListedWeights(ABC):
         self.check_equal()
         state = gather_state(self.counting, weights)
         return {} if self.job.rank else state
+
+    def stream(self, bucket_bytes: int, *, to_all: bool) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights of the model, a bucket at a time, in the main process or in all."""
+        weights = self.weights
+        self.check_equal()
+        is_wanted = to_all or self.job.is_main_process
+        if self.counting is self.job:
+            is_wanted = to_all or self.job.is_first_pipeline
+        return stream_state(
+            self.counting, weights, bucket_bytes=bucket_bytes, to_all=to_all, is_wanted=is_wanted
+        )
 
     def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
         """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""

@@ -255,8 +255,7 @@ class Job:
         Raises:
             SpecError: the value holds something that cannot travel.
         """
-        transport = self.transport
-        if transport is None:
+        if self.transport is None:
             return value
 
         def described() -> Any:
@@ -269,15 +268,19 @@ class Job:
                 raise SpecError(f"{error}; or use step and evaluate without outputs=True") from None
 
         layout = Layout.read(self.meet(described, among=self.pipeline)[rank])
-        with self._unbroken():
-            tensors = (
-                tensors_in(value)
-                if self.rank == rank
-                else [entry.empty(self._device) for entry in layout.tensors]
-            )
-            arrived = iter([transport.broadcast(tensor, rank) for tensor in tensors])
+        tensors = (
+            tensors_in(value)
+            if self.rank == rank
+            else [entry.empty(self._device) for entry in layout.tensors]
+        )
+        arrived = iter([self.broadcast(tensor, rank) for tensor in tensors])
         leaves = [next(arrived) if isinstance(x, TensorLayout) else x for x in layout.leaves]
         return unflatten(leaves, layout.tree)
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Tensor:
+        """One rank's tensor on every rank; the others pass one of the same shape, type and device."""
+        with self._unbroken():
+            return tensor if self.transport is None else self.transport.broadcast(tensor, rank)
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Prepare :meth:`swap` for pairs of ranks (source, target); all ranks call this."""

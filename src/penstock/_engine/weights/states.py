@@ -27,7 +27,7 @@ from penstock._engine.weights.optimizers import (
     warn_of_settings,
     write_states,
 )
-from penstock._engine.weights.ranks import collect
+from penstock._engine.weights.ranks import collect, table_of, travel
 from penstock._engine.weights.telling import distinct, tell
 from penstock._engine.weights.trees import decode, encode
 from penstock.errors import StateDictError, UsageError, quoted
@@ -411,19 +411,39 @@ def check_saveable(weights: Mapping[str, Any]) -> None:
         )
 
 
+def saveable(weights: StageWeights) -> dict[str, Tensor]:
+    """The weights that this process counts, each once over all stages, by their first names.
+
+    Raises:
+        UsageError: some are not tensors, or stages have different weights under one name.
+    """
+    mine = {name: one for of_stage in weights.files().values() for name, one in of_stage.items()}
+    check_saveable(mine)
+    return mine
+
+
 def gather_state(job: Job, weights: StageWeights) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
-
-    def bring() -> tuple[Any, dict[str, Any]]:
-        mine = {
-            name: one for of_stage in weights.files().values() for name, one in of_stage.items()
-        }
-        check_saveable(mine)
-        return list(weights.state_dict()), mine
-
-    keys, states = collect(job, bring)
+    keys, states = collect(job, lambda: (list(weights.state_dict()), saveable(weights)))
     collected = {name: one for of_rank in states for name, one in of_rank.items()}
     return {key: collected[weights.names.first(key)] for key in _union(keys)}
+
+
+def stream_state(
+    job: Job, weights: StageWeights, *, bucket_bytes: int, to_all: bool, is_wanted: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the unsplit model's weights, each once, a bucket at a time; see :func:`travel`."""
+    mine: dict[str, Tensor] = {}
+
+    def tell() -> Any:
+        mine.update(saveable(weights))
+        return table_of(mine)
+
+    tables = job.meet(tell, doing="stream", among=job.pipeline)
+    for _, bucket in travel(
+        job, mine, tables, bucket_bytes=bucket_bytes, to_all=to_all, is_wanted=is_wanted
+    ):
+        yield from bucket.items()
 
 
 def gather_optimizer(job: Job, names: Names, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
