@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
+from penstock import Loss, Pipeline, PipelineStage, Replicas, StepResult, add_loss, collect_losses
 from penstock._engine.transport import Group
-from penstock.errors import NonFiniteError, PenstockError
+from penstock.errors import AgreementError, NonFiniteError, PeerFailed, PenstockError, UsageError
 from penstock.testing import Case, WorkerPool, judge
 from tests.catalogue.making import Does
 from tests.parallel.bodies import Collectives, Mlp, adamw, half_of, halves_of, mesh_of, wrap
+from tests.processes import in_processes
 
 X = torch.linspace(-1, 1, 16 * 4, dtype=torch.float64).reshape(16, 4)
 Y = X.flip(0) * torch.linspace(0, 2, 16, dtype=torch.float64)[:, None]
@@ -133,8 +135,9 @@ def test_replicas_equal_a_plain_loop_and_reduce_once(workers: WorkerPool, schedu
         assert {n for name, (_, n) in answer.items() if name not in WRAPPED} == {stages}
 
 
-def run_accumulated(group: Any) -> float:
-    """A worker's task: two steps that each count half, and the same batch at once."""
+@in_processes(4)
+def test_steps_that_accumulate(group: Any) -> None:
+    """Two that each count half, and the same batch at once."""
     mesh = mesh_of("dp", "pp")
     half = half_of(mesh)
     with piped(mesh, model_of("plain"), schedule="ZB-V") as pipe:
@@ -143,12 +146,8 @@ def run_accumulated(group: Any) -> float:
         pipe.zero_grad()
         for _ in range(2):
             pipe.step(X[half], target=Y[half], accumulate=2)
-        parts: list[Any] = [(p.grad, whole[n]) for n, p in pipe.weights.here.named_parameters()]
-    return max(float((a - b).abs().max()) for a, b in parts)
-
-
-def test_steps_that_accumulate(workers: WorkerPool) -> None:
-    assert max(workers.run(f"{__name__}:run_accumulated", 4, 60.0)) < 1e-12
+        parts = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
 
 
 FROZEN: dict[str, tuple[list[str], list[str]]] = {
@@ -159,9 +158,10 @@ FROZEN: dict[str, tuple[list[str], list[str]]] = {
 """What each replica freezes."""
 
 
-def frozen_differently(group: Any) -> dict[str, list[str]]:
-    """A worker's task: what a step says, and whether the same ones freeze in the next."""
-    mesh, said = mesh_of("dp", "pp"), dict[str, list[str]]()
+@in_processes(4, 90.0)
+def test_replicas_that_freeze_different_weights_are_told(group: Any) -> None:
+    """Their gradients would be averaged with those of other weights, or a reduction would break."""
+    mesh = mesh_of("dp", "pp")
     half, replica = half_of(mesh), mesh.get_local_rank("dp")
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
     with piped(mesh, model) as pipe:
@@ -169,29 +169,20 @@ def frozen_differently(group: Any) -> dict[str, list[str]]:
             for freezes in (frozen[replica], [*frozen[0], *frozen[1]]):
                 for path, weight in model.named_parameters():
                     weight.requires_grad_(not path.startswith(tuple(freezes)))
-                try:
+                refused = pytest.raises(
+                    AgreementError, match="the replicas train different weights"
+                )
+                with refused if freezes is frozen[replica] else nullcontext() as caught:
                     pipe.step(X[half], target=Y[half])
-                    said.setdefault(name, []).append("")
-                except PenstockError as error:
-                    said.setdefault(name, []).append(f"{type(error).__name__}: {error}")
-    return said
-
-
-def test_replicas_that_freeze_different_weights_are_told(workers: WorkerPool) -> None:
-    """Their gradients would be averaged with those of other weights, or a reduction would break."""
-    for answer in workers.run(f"{__name__}:frozen_differently", 4, 90.0):
-        assert answer.keys() == FROZEN.keys()
-        for name, (first, second) in answer.items():
-            assert first.startswith("AgreementError: the replicas train different weights"), name
-            assert all(path in first for of in FROZEN[name] for path in of), (name, first)
-            assert second == ""
+                text = str(caught and caught.value)
+                assert all(path in text for of in frozen for path in of) or not caught, (name, text)
 
 
 # ---- when the averages start
 
 
-def run_early(group: Any) -> list[int]:
-    """A worker's task: how many averages have started before each stage's last backward, and in all."""
+@in_processes(4)
+def test_a_stages_average_starts_while_other_stages_still_go_backward(group: Any) -> None:
     mesh, counts = mesh_of("dp", "pp"), list[int]()
     pipe = piped(mesh, model_of("plain"), schedule="Interleaved1F1B", microbatches=2)
     with pipe, Collectives() as collectives:
@@ -202,18 +193,16 @@ def run_early(group: Any) -> list[int]:
         for stage in (pipe.rank + 2, pipe.rank):
             pipe.on(f"{stage}B1", before=lambda event: counts.append(count()))
         pipe.step(X[half_of(mesh)], target=Y[half_of(mesh)])
-        return [*counts, count()]
+        # Before each stage's last backward, and in all.
+        assert [*counts, count()] == [0, 1, 2]
 
 
-def test_a_stages_average_starts_while_other_stages_still_go_backward(workers: WorkerPool) -> None:
-    for counts in workers.run(f"{__name__}:run_early", 4, 60.0):
-        assert counts == [0, 1, 2]
-
-
-def run_layer_by_layer(group: Any, schedule: str) -> tuple[float, list[int]]:
-    """A worker's task: steps of stages with over 25 MiB, and the averages that have started, microbatch by
-    microbatch, when the first layer here gets its gradient.
-    """
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+@in_processes(4)
+def test_layers_are_averaged_while_the_last_backward_of_their_stage_runs(
+    group: Any, schedule: str
+) -> None:
+    """Of stages with over 25 MiB: the averages that have started when the first layer gets its gradient."""
     mesh, counts = mesh_of("dp", "pp"), list[int]()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)]).double()
@@ -222,7 +211,7 @@ def run_layer_by_layer(group: Any, schedule: str) -> tuple[float, list[int]]:
     pipe = piped(mesh, copy.deepcopy(model), schedule=schedule, microbatches=2)
     pipe.cut(x[:1])
     with pipe, Collectives() as collectives:
-        gaps = judge(cases, pipe, steps=2, optimizer=adamw).differences()
+        judge(cases, pipe, steps=2, optimizer=adamw).check(1e-12)
         collectives.counts.clear()
         first = next(p for _, p in pipe.weights.here.named_parameters() if p.dim() == 2)
         hook = first.register_post_accumulate_grad_hook(
@@ -233,17 +222,8 @@ def run_layer_by_layer(group: Any, schedule: str) -> tuple[float, list[int]]:
         mine = cases[mesh.get_local_rank("dp")]
         pipe.step(*mine.args, target=mine.target)
         hook.remove()
-    return max(gaps.values()), counts
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-def test_layers_are_averaged_while_the_last_backward_of_their_stage_runs(
-    workers: WorkerPool, schedule: str
-) -> None:
-    """The four weights behind the first layer, and what is small in their bucket."""
-    for gap, counts in workers.run(f"{__name__}:run_layer_by_layer", 4, 60.0, schedule=schedule):
-        assert gap < 1e-12
-        assert counts == [0, 5]
+    # In each microbatch: the four weights behind the first layer, and what is small in their bucket.
+    assert counts == [0, 5]
 
 
 # ---- losses and metrics go by name
@@ -263,8 +243,21 @@ def adding(names: list[str]) -> nn.Sequential:
     return nn.Sequential(first, Mlp(), third, Mlp()).double()
 
 
-def run_named(group: Any) -> list[Any]:
-    """A worker's task: losses and metrics by name, where replicas differ in them, and in their samples."""
+NAMES = [
+    ([], ["speech"]),
+    (["both", "text"], ["both", "speech"]),
+    (["both"], ["both"]),
+    ([], []),
+    (["text"], ["speech"]),
+]
+"""Of each replica: one has a name alone, the names differ, all have one, or none."""
+
+
+@in_processes(4)
+def test_losses_and_metrics_of_one_name_are_averaged_over_the_replicas_that_have_it(
+    group: Any,
+) -> None:
+    """The replicas differ in their samples, too."""
     mesh = mesh_of("dp", "pp")
     replica = mesh.get_local_rank("dp")
     mine = ("text", "speech")[replica]
@@ -273,14 +266,23 @@ def run_named(group: Any) -> list[Any]:
     metrics = {"mean": lambda o, t: o.mean(), mine: lambda o, t: ((o > 0).sum(), o.numel())}
     pipe = piped(mesh, model, Loss(mse_loss, metrics=metrics), microbatches=2)
     part = slice(0, 12) if replica == 0 else slice(12, 16)
-    seen = []
     with pipe:
-        # A name of one replica alone, names that differ, one that all have, and none.
-        for names[:] in ([mine] if replica else [], ["both", mine], ["both"], [], [mine]):
-            result = pipe.step(X[part], target=Y[part])
-            seen.append([dict(result.losses), dict(result.metrics), result.loss, result.weight])
+        for both in NAMES:
+            names[:] = both[replica]
+            check_named(pipe.step(X[part], target=Y[part]), *both)
         pipe.predict(X[part])
-    return seen
+
+
+def check_named(result: StepResult, first: list[str], second: list[str]) -> None:
+    of_text, text, main, whole = expected_of(0, first, slice(0, 12))
+    of_speech, speech, main_too, whole_too = expected_of(1, second, slice(12, 16))
+    both = {n: 0.75 * of_text[n] + 0.25 * of_speech[n] for n in of_text if n in of_speech}
+    named = {**of_text, **of_speech, **both, "main": 0.75 * main + 0.25 * main_too}
+    assert result.losses == pytest.approx(named, abs=1e-14)
+    mean = 0.75 * text["mean"] + 0.25 * speech["mean"]
+    assert result.metrics == pytest.approx({**text, **speech, "mean": mean}, abs=1e-14)
+    assert result.loss == pytest.approx(0.75 * whole + 0.25 * whole_too, abs=1e-14)
+    assert result.weight == 16
 
 
 def expected_of(replica: int, names: list[str], part: slice) -> Any:
@@ -294,52 +296,21 @@ def expected_of(replica: int, names: list[str], part: slice) -> Any:
     return named, counts, main, main + float(losses.total().detach())
 
 
-def test_losses_and_metrics_of_one_name_are_averaged_over_the_replicas_that_have_it(
-    workers: WorkerPool,
-) -> None:
-    replies = workers.run(f"{__name__}:run_named", 4, 60.0)
-    assert all(reply == replies[0] for reply in replies)
-    cases = [
-        ([], ["speech"]),
-        (["both", "text"], ["both", "speech"]),
-        (["both"], ["both"]),
-        ([], []),
-        (["text"], ["speech"]),
-    ]
-    for (first, second), (losses, metrics, loss, weight) in zip(cases, replies[0], strict=True):
-        of_text, text, main, whole = expected_of(0, first, slice(0, 12))
-        of_speech, speech, main_too, whole_too = expected_of(1, second, slice(12, 16))
-        both = {n: 0.75 * of_text[n] + 0.25 * of_speech[n] for n in of_text if n in of_speech}
-        named = {**of_text, **of_speech, **both, "main": 0.75 * main + 0.25 * main_too}
-        assert losses == pytest.approx(named, abs=1e-14)
-        mean = 0.75 * text["mean"] + 0.25 * speech["mean"]
-        assert metrics == pytest.approx({**text, **speech, "mean": mean}, abs=1e-14)
-        assert loss == pytest.approx(0.75 * whole + 0.25 * whole_too, abs=1e-14)
-        assert weight == 16
-
-
-def run_adding(group: Any, alike: bool) -> str:
-    """A worker's task: replicas of which only sums are known, with a loss of their own name or of one."""
+@pytest.mark.whole
+@pytest.mark.parametrize("alike", [True, False])
+@in_processes(4)
+def test_replicas_that_only_add_up_must_have_the_same_names(group: Any, alike: bool) -> None:
     mesh = mesh_of("dp", "pp")
     circle = Group(mesh.get_group("dp"))
     model = adding(["one" if alike else f"of {circle.rank}"])
     others = Replicas(2, circle.sum, index=circle.rank)
-    try:
-        alone: Any = mesh.get_group("pp")
-        with piped(alone, model, microbatches=2, replicas=others) as pipe:
-            return " ".join(pipe.step(X, target=Y).losses)
-    except PenstockError as error:
-        return str(error)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("alike", [True, False])
-def test_replicas_that_only_add_up_must_have_the_same_names(
-    workers: WorkerPool, alike: bool
-) -> None:
-    said = "main one" if alike else "replicas differ in the names of their losses and metrics"
-    for reply in workers.run(f"{__name__}:run_adding", 4, 60.0, alike=alike):
-        assert said in reply
+    alone: Any = mesh.get_group("pp")
+    says = "replicas differ in the names of their losses and metrics"
+    with (
+        piped(alone, model, microbatches=2, replicas=others) as pipe,
+        nullcontext() if alike else pytest.raises(PenstockError, match=says),
+    ):
+        assert [*pipe.step(X, target=Y).losses] == ["main", "one"]
 
 
 # ---- beside wrappers
@@ -372,22 +343,17 @@ def test_sparse_gradients_and_buffers(workers: WorkerPool) -> None:
     assert "3.running_mean" in last[2]
 
 
-def run_nonfinite(group: Any, sharded: bool) -> str:
-    """A worker's task: the gradients of one replica are not finite, though all losses are."""
+@pytest.mark.parametrize("sharded", [False, True])
+@in_processes(4)
+def test_all_replicas_hear_of_one_that_is_not_finite(group: Any, sharded: bool) -> None:
+    """In its gradients, though all losses are."""
     mesh = mesh_of("dp", "pp")
     factor = 1.0 - mesh.get_local_rank("dp")
     loss_fn: Callable[..., Tensor] = lambda o, t: (o * t).abs().sqrt().mean()  # noqa: E731
     wrapped: Any = (lambda module, _: wrap(module, "fsdp", mesh)) if sharded else None
     pipe = piped(mesh, model_of("plain"), loss_fn, microbatches=2, wrap=wrapped)
-    with pipe, pytest.raises(NonFiniteError) as caught:
+    with pipe, pytest.raises(NonFiniteError, match="gradients are not finite"):
         pipe.step(X[:8], target=Y[:8] * factor + 1e-3 * factor)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_all_replicas_hear_of_one_that_is_not_finite(workers: WorkerPool, sharded: bool) -> None:
-    for said in workers.run(f"{__name__}:run_nonfinite", 4, 30.0, sharded=sharded):
-        assert "gradients are not finite" in said
 
 
 # ---- what is refused
@@ -397,31 +363,6 @@ def wrapped_over(mesh: DeviceMesh, name: str, how: str) -> Any:
     if how == "ddp":
         return lambda m, s: DistributedDataParallel(m, process_group=mesh.get_group(name))
     return lambda m, s: fully_shard(m, mesh=mesh[name])
-
-
-def run_refused(group: Any, name: str) -> str:
-    """A worker's task: what is said of arguments that contradict each other."""
-    mesh = mesh_of("dp", "pp")
-    alone = [[dist.new_group([rank]) for rank in range(4)][dist.get_rank()]]
-    dp, weight = {"replicas": "dp"}, {"loss_fn": Loss(mse_loss, weight=weight_of)}
-    wrap = {"wrap": wrapped_over(mesh, "dp", "ddp")}
-    cases: dict[str, dict[str, Any]] = {
-        "a name": {"replicas": "tp"},
-        "own dimension": {"replicas": mesh["pp"]},
-        "fsdp over pp": {**dp, "wrap": wrapped_over(mesh, "pp", "fsdp")},
-        "ddp over others": {**dp, "wrap": lambda m, s: DistributedDataParallel(m, process_group=alone[0])},
-        "ddp, weighted": {**wrap, **weight},
-        "ddp, weighted later": wrap,
-        "tied, ddp on one": {**dp, "wrap": lambda m, s: wrap_some(m, s, "ddp", mesh)},
-    }  # fmt: skip
-    model = model_of("tied" if name.startswith("tied") else "plain")
-    try:
-        pipe = Pipeline(model, mesh=mesh, microbatches=2, **{"loss_fn": mse_loss, **cases[name]})
-        with pipe:
-            pipe.step(X, target=Y, loss_weight=weight_of if name.endswith("later") else None)
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 REFUSED = {
@@ -436,10 +377,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_contradicts_replicas_is_refused(workers: WorkerPool, name: str) -> None:
-    for said in workers.run(f"{__name__}:run_refused", 4, 30.0, name=name):
-        assert said.startswith(("UsageError", "PeerFailed"))
-        assert [part for part in REFUSED[name] if part not in said] == []
+@in_processes(4)
+def test_what_contradicts_replicas_is_refused(group: Any, name: str) -> None:
+    mesh = mesh_of("dp", "pp")
+    alone = [[dist.new_group([rank]) for rank in range(4)][dist.get_rank()]]
+    dp, weight = {"replicas": "dp"}, {"loss_fn": Loss(mse_loss, weight=weight_of)}
+    wrap = {"wrap": wrapped_over(mesh, "dp", "ddp")}
+    cases: dict[str, dict[str, Any]] = {
+        "a name": {"replicas": "tp"},
+        "own dimension": {"replicas": mesh["pp"]},
+        "fsdp over pp": {**dp, "wrap": wrapped_over(mesh, "pp", "fsdp")},
+        "ddp over others": {**dp, "wrap": lambda m, s: DistributedDataParallel(m, process_group=alone[0])},
+        "ddp, weighted": {**wrap, **weight},
+        "ddp, weighted later": wrap,
+        "tied, ddp on one": {**dp, "wrap": lambda m, s: wrap_some(m, s, "ddp", mesh)},
+    }  # fmt: skip
+    model = model_of("tied" if name.startswith("tied") else "plain")
+    options = {"microbatches": 2, "loss_fn": mse_loss, **cases[name]}
+    later = weight_of if name.endswith("later") else None
+    with (
+        pytest.raises((UsageError, PeerFailed)) as caught,
+        Pipeline(model, mesh=mesh, **options) as pipe,
+    ):
+        pipe.step(X, target=Y, loss_weight=later)
+    assert [part for part in REFUSED[name] if part not in str(caught.value)] == []
 
 
 def run_failing(group: Any) -> str:
@@ -467,8 +428,9 @@ def test_a_failure_in_one_pipeline_is_named_in_all(workers: WorkerPool) -> None:
         assert text.startswith(f"{name} stopped because {culprit}, step 1")
 
 
-def run_by_hand(group: Any) -> list[float]:
-    """A worker's task: stages placed by hand, of which only those of one rank share a weight."""
+@in_processes(4)
+def test_stages_placed_by_hand(group: Any) -> None:
+    """Of which only those of one rank share a weight."""
     mesh = mesh_of("dp", "pp")
     replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     modules = []
@@ -487,11 +449,6 @@ def run_by_hand(group: Any) -> list[float]:
     with pipe:
         pipe.step(X[half], target=Y[half])
     mse_loss(whole(X), Y).backward()
-    grads = [(mine[i].weight.grad, modules[0][i].weight.grad) for i in (rank, rank + 2)]
-    return [float((a - b).abs().max()) for a, b in grads if a is not None and b is not None]
-
-
-def test_stages_placed_by_hand(workers: WorkerPool) -> None:
-    for gaps in workers.run(f"{__name__}:run_by_hand", 4, 60.0):
-        assert len(gaps) == 2
-        assert max(gaps) < 1e-12
+    for index in (rank, rank + 2):
+        wanted = modules[0][index].weight.grad
+        torch.testing.assert_close(mine[index].weight.grad, wanted, rtol=0, atol=1e-12)
