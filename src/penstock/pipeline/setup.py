@@ -152,7 +152,7 @@ def make_equal(
         )
     if transport is not None:
         transport.activity.come("the weights of the first replica", sorted(beside))
-    begin_equal([stage.module for stage in stages], replicas.group)
+    begin_equal([stage.module for stage in stages], replicas.group, replicas.dims)
     if transport is not None:
         transport.activity.go_on()
 
@@ -194,7 +194,8 @@ def check_shared(stages: Sequence[PipelineStage], shared: Sequence[Shared], job:
     replicas = job.replicas
     if replicas.group is None:
         return
-    plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
+    group, dims = replicas.group, replicas.dims
+    plain = {id(p) for stage in stages for p in left_alone(stage.module, group, dims)}
     rows = [
         [one.names[0], stage.index, id(tensor) in plain]
         for one in shared
