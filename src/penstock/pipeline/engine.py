@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from penstock._engine.faults import without_library_frames
 from penstock._engine.microbatches import (
     MISSING,
     Batch,
-    Rules,
     image_tokens,
     output_rule,
     rules_with_images,
@@ -42,18 +42,23 @@ from penstock._engine.runtime import (
     advice,
     differ,
 )
+from penstock._engine.transport import Job
 from penstock._engine.values import contents_kept
 from penstock.errors import PenstockError, StageError, UsageError
+from penstock.partition import Partition, Shared
 from penstock.pipeline.default_loss import LossInside
-from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import Outputs, product
 from penstock.pipeline.plan import ProvenSchedules
-from penstock.pipeline.setup import warn_of_batch_norms
+from penstock.pipeline.settings import ModelSettings, PipelineSettings
+from penstock.pipeline.setup import check_shared, check_spread, warn_of_batch_norms
 from penstock.pipeline.slowness import Slowness
+from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.watching import peak_flops, peak_memory
+from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
+from penstock.stage import PipelineStage
 
 logger = logging.getLogger("penstock")
 
@@ -101,17 +106,19 @@ class Engine:
     error in one rank's arguments is raised on all of them, and none begins.
 
     Args:
-        runner: carries calls out for the ranks of this process.
+        settings: what the user said when the pipeline was made.
         schedules: the schedules that there are.
-        held: the model, or the stages, in this process.
-        loss: the loss of the pipeline, if it has one.
-        rules: how batches are split.
+        job: this process among the others.
         seed: what random numbers are drawn from, see :class:`Randomness`.
-        slowness: learns of recorded steps.
         step_names: the names of the arguments of a step, for hints.
 
     Attributes:
         loss: the loss of the pipeline, if it has one.
+        weights: the weights of the model.
+        model: the model, of which this process has the stages alone once it is cut; None without one.
+        uncut: the model, while it waits for its cut.
+        partition: how the model was cut, if it was.
+        stages: the stages of this process, in order; none before the cut.
         hooks: the user's functions around actions.
         randomness: the seed of random numbers, and the number of the next step.
         apart: whether results have :class:`Outputs` rather than what these are put together.
@@ -119,24 +126,92 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        settings: PipelineSettings,
         schedules: ProvenSchedules,
-        held: HeldModel,
-        loss: StepLoss | None,
-        rules: Rules | None,
+        job: Job,
         seed: Any,
-        slowness: Slowness,
         step_names: Iterable[str],
     ) -> None:
-        self._runner, self._job, self._schedules, self._held = runner, runner.job, schedules, held
-        self.loss, self._rules, self._slowness = loss, rules, slowness
-        self._step_names = tuple(step_names)
+        self.loss, self._rules = settings.loss, settings.rules
+        self._job, self._schedules, self._step_names = job, schedules, tuple(step_names)
+        self._runner = Runner(schedules.proven, job, settings.home)
+        self._slowness = Slowness(schedules, self._runner)
+        self.weights = ModelWeights(job)
+        self.model: nn.Module | None = None
+        self.uncut: UncutModel | None = None
+        self.partition: Partition | None = None
+        self.stages: tuple[PipelineStage, ...] = ()
         self.hooks = Hooks(ActionEvent)
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.apart = False
         self._turn = threading.RLock()
-        self._image_tokens = {} if held.model is None else image_tokens(held.model)
+        self._image_tokens: dict[str, int] = {}
+
+    # ---- the model, and the stages that it is cut into
+
+    def take_model(self, settings: ModelSettings) -> None:
+        """Take a model; cut it now if that needs neither a call nor weights, and by the first call else."""
+        uncut = UncutModel(settings, self._schedules, self._job, self._take_cut)
+        self.uncut, self.model = uncut, uncut.model
+        self._image_tokens = image_tokens(uncut.model)
+        self.weights.wait(uncut)
+        if not (uncut.needs_call or uncut.is_bare):
+            uncut.cut_now()
+
+    def _take_cut(self, stages: Sequence[PipelineStage], partition: Partition) -> None:
+        self.partition = partition
+        if partition.planner is None:
+            self.model = None
+        self.take_stages(stages, partition.shared)
+
+    def take_stages(self, stages: Sequence[PipelineStage], shared: Sequence[Shared]) -> None:
+        """Take the stages of this process, and check that they fit those of the others.
+
+        Args:
+            stages: the stages.
+            shared: the table of weights that stages share.
+        """
+        self._runner.hold(stages)
+        self.stages = tuple(sorted(stages, key=attrgetter("index")))
+        weighted = self.loss is not None and self.loss.weight is not None
+        check_spread(self.stages, self._job, weighted=weighted)
+        check_shared(self.stages, shared, self._job)
+        rank_of = self._schedules.training.placement.rank_of
+        self.weights.hold(self.stages, shared, rank_of, self.model)
+        self.uncut = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's stages."""
+        return self.stages[0].device if self.uncut is None else self.uncut.device
+
+    @property
+    def stopping(self) -> bool:
+        """True if the job stops now, as the last training step has found out."""
+        return self._runner.stopping
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in evaluation mode, which restores each module's own mode."""
+        uncut = self.uncut
+        if uncut is not None:
+            roots, modules = [uncut.model], list(uncut.model.modules())
+        else:
+            roots = [stage.module for stage in self.stages]
+            modules = [m for stage in self.stages for m in stage.called_modules()]
+        modes = [(module, module.training) for module in modules]
+        for root in roots:
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            if uncut is not None:
+                # Stages that were made in here.
+                for stage in self.stages:
+                    stage.follow_mode(training=uncut.model.training)
 
     # ---- what users of a Pipeline call
 
@@ -178,28 +253,28 @@ class Engine:
     def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
         started, number = perf_counter(), self.randomness.step
-        seed, weights = self._drawn_from(number), self._held
+        seed = self._drawn_from(number)
         loss_weight, total_weight, accumulate, scaler, outputs, record = options
 
         def complete(call: Call) -> Call:
             factor = 1.0 if scaler is None else self._attach(scaler)
             loss = self.training_loss.in_step(loss_weight, accumulate, total_weight, factor)
             if loss_weight is not None:
-                weights.check_spread(weighted=True)
+                check_spread(self.stages, self._job, weighted=True)
             self._schedules.check_trains(call.batch.count)
             return replace(call, loss=loss)
 
         # A loss scaler lets gradients become infinite on purpose, and checks them itself.
         call = Call(
             Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
-            finite=scaler is None, settings=lambda: weights.weights.shared_settings(),
+            finite=scaler is None, settings=self.weights.shared_settings,
         )  # fmt: skip
         step = flowed_back(self._run(self._described(call, arguments, complete), arguments))
-        weights.stage_weights.leave_gradients()
+        self.weights.leave_gradients()
         with self._turn:
             self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
-            warn_of_batch_norms(weights.stages, step.agreement.model_call.count)
+            warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
         self.randomness.advance()
         result = self._result(step, started)
@@ -227,7 +302,7 @@ class Engine:
     def cut(self, arguments: CallArguments) -> None:
         """Cut the model by a batch, if that is still to be done."""
         with self._turn:
-            uncut = self._held.uncut
+            uncut = self.uncut
             if uncut is not None:
                 call = Call(Batch(), trains=torch.is_grad_enabled())
                 self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
@@ -245,7 +320,7 @@ class Engine:
         def run(hooks: Hooks) -> StepState:
             return self._run(replace(call, hooks=hooks), arguments)
 
-        return find_nonfinite(self._held.stages, self._schedules.training, self._job, run)
+        return find_nonfinite(self.stages, self._schedules.training, self._job, run)
 
     # ---- what the loops of other libraries need
 
@@ -318,14 +393,13 @@ class Engine:
             The state of the call, and a function that runs an action.
         """
         call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
-        weights = self._held.stage_weights
         with self._turn:
             if call.trains:
-                weights.prepare()
+                self.weights.prepare()
             with self._runner.driven(call) as state_and_perform:
                 yield state_and_perform
             if call.trains:
-                weights.finish()
+                self.weights.finish()
         flowed_back(state_and_perform[0])
 
     # ---- a call
@@ -371,7 +445,7 @@ class Engine:
         started = perf_counter()
         call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
         call = self._described(call, arguments)
-        with self._turn, self._held.evaluating():
+        with self._turn, self.evaluating():
             step = self._run(call, arguments)
         return self._result(step, started)
 
@@ -393,10 +467,10 @@ class Engine:
         """
         self._job.check_usable()
         try:
-            if self._held.partition is not None:
-                self._held.partition.check_unchanged()
+            if self.partition is not None:
+                self.partition.check_unchanged()
             if runs:
-                self._held.weights.check_filled()
+                self.weights.check_filled()
             whole = call if arguments is None else self._with_batch(call, arguments)
             return whole if complete is None else complete(whole)
         except PenstockError as error:
@@ -428,18 +502,17 @@ class Engine:
             call: the call.
             arguments: what the user called the pipeline with, for hints.
         """
-        held = self._held
         with self._turn:
             try:
-                if held.uncut is not None:
-                    self._runner.cut_by(held.uncut, call)
+                if self.uncut is not None:
+                    self._runner.cut_by(self.uncut, call)
                 if call.trains:
-                    held.stage_weights.prepare()
+                    self.weights.prepare()
                 step = self._runner.run(call)
             except StageError as error:
                 raise self._explained(error, call, arguments) from error.__cause__
             if call.trains:
-                held.stage_weights.finish()
+                self.weights.finish()
             return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
@@ -470,7 +543,7 @@ class Engine:
                 if isinstance(function, LossInside):
                     rule = function.with_loss(rule, step.weights.counts)
                 outputs = outputs.joined(step.shared, rule)
-        device = self._held.device
+        device = self.device
         autocast = None
         if torch.is_autocast_enabled(device.type):
             autocast = torch.get_autocast_dtype(device.type)
@@ -487,8 +560,8 @@ class Engine:
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
         """The device's peak operations per second, in the type of autocast or of the weights."""
-        types = (p.dtype for stage in self._held.stages for p in stage.module.parameters())
-        return peak_flops(self._held.device, autocast or next(types, torch.get_default_dtype()))
+        types = (p.dtype for stage in self.stages for p in stage.module.parameters())
+        return peak_flops(self.device, autocast or next(types, torch.get_default_dtype()))
 
     # ---- losses that the model's forward computes, or adds
 
@@ -539,7 +612,7 @@ class Engine:
         """
         loss = self.loss if loss is None else loss
         batch = self._with_batch(Call(Batch()), arguments).batch
-        first, device = arguments._replace(same_batch=False), self._held.device
+        first, device = arguments._replace(same_batch=False), self.device
         if batch.parts:
             part = batch.parts[0]
             first = first._replace(args=part.args, kwargs={**part.kwargs, **part.local})
@@ -552,7 +625,7 @@ class Engine:
             step = self._run(call, brought)
             return step.result.losses, step.agreement.model_call.count
 
-        modules = [module for stage in self._held.stages for module in stage.called_modules()]
+        modules = [module for stage in self.stages for module in stage.called_modules()]
         settled = [m for m in modules if m.training and _is_restless(m)]
         buffers = (b for m in modules for b in m.buffers(recurse=False))
         coarse = torch.is_autocast_enabled(device.type) or any(
