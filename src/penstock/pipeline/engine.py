@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -63,6 +63,22 @@ from penstock.stage import PipelineStage
 logger = logging.getLogger("penstock")
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _in_turn(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Mark a call of an engine, which waits for those of other threads; see :meth:`Engine.turn`."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        engine: Any = args[0]
+        with engine.turn():
+            return method(*args, **kwargs)
+
+    return called
+
+
 class CallArguments(NamedTuple):
     """The arguments of a user's call of a pipeline.
 
@@ -99,7 +115,7 @@ class StepOptions(NamedTuple):
 class Engine:
     """Carries out the calls of a pipeline, each from its arguments to its result; ``pipe.engine``.
 
-    Calls from several threads take turns.
+    Calls from several threads take turns, see :meth:`turn`.
 
     :class:`~penstock.Pipeline` is what users see of it. The packages above, with loops of other libraries or
     of the user's own, call it for what no user of a Pipeline does. All ranks make each call together; an
@@ -145,7 +161,9 @@ class Engine:
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.apart = False
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._flowing: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._image_tokens: dict[str, int] = {}
 
     # ---- the model, and the stages that it is cut into
@@ -213,6 +231,30 @@ class Engine:
                 for stage in self.stages:
                     stage.follow_mode(training=uncut.model.training)
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A context around a call, in which the calls of other threads wait.
+
+        After it, gradients of the batch flow on into the caller's graph: autograd may run that, and a call in
+        it, in other threads.
+        """
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            except BaseException:
+                self._flowing.clear()
+                raise
+            finally:
+                self._depth -= 1
+            if self._depth:
+                return
+            flowing, self._flowing = self._flowing, []
+        if flowing:
+            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+            tensors, gradients = zip(*flowing, strict=True)
+            torch.autograd.backward(tensors, gradients)
+
     # ---- what users of a Pipeline call
 
     def arguments(
@@ -250,6 +292,7 @@ class Engine:
             target = named.get(name, MISSING)
         return CallArguments(args, named, target, microbatches, same_batch)
 
+    @_in_turn
     def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
         started, number = perf_counter(), self.randomness.step
@@ -269,10 +312,10 @@ class Engine:
             Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
             finite=scaler is None, settings=self.weights.shared_settings,
         )  # fmt: skip
-        step = flowed_back(self._run(self._described(call, arguments, complete), arguments))
+        step = self._run(self._described(call, arguments, complete), arguments)
+        self._flowing += step.batch_gradients
         self.weights.leave_gradients()
-        with self._turn:
-            self._check_losses_inside(step, arguments)
+        self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
@@ -283,6 +326,7 @@ class Engine:
         numbers = result.read
         return replace(result, read=lambda: numbers()._replace(finite=True))
 
+    @_in_turn
     def evaluate(self, arguments: CallArguments, *, outputs: bool) -> StepResult:
         """Compute the loss of a batch in evaluation mode.
 
@@ -295,18 +339,20 @@ class Engine:
             )
         return self._in_evaluation(arguments, self.loss, outputs=outputs)
 
+    @_in_turn
     def predict(self, arguments: CallArguments) -> Any:
         """Compute the output for a batch in evaluation mode, on every rank."""
         return self._in_evaluation(arguments, None, outputs=True).outputs
 
+    @_in_turn
     def cut(self, arguments: CallArguments) -> None:
         """Cut the model by a batch, if that is still to be done."""
-        with self._turn:
-            uncut = self.uncut
-            if uncut is not None:
-                call = Call(Batch(), trains=torch.is_grad_enabled())
-                self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
+        uncut = self.uncut
+        if uncut is not None:
+            call = Call(Batch(), trains=torch.is_grad_enabled())
+            self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
 
+    @_in_turn
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first non-finite value."""
 
@@ -333,6 +379,7 @@ class Engine:
         finally:
             self.apart = before
 
+    @_in_turn
     def forward(self, arguments: CallArguments) -> Any:
         """Compute the output for a batch as a training step does, on every rank.
 
@@ -344,6 +391,7 @@ class Engine:
         step = self._run(self._described(call, arguments), arguments)
         return self._result(step, started).outputs
 
+    @_in_turn
     def backward(
         self,
         gradients: Sequence[Sequence[torch.Tensor | None]],
@@ -358,7 +406,7 @@ class Engine:
             arguments: those of :meth:`forward`.
             number: the number of the step whose random numbers the forward drew.
         """
-        started, replicas = perf_counter(), self._job.replicas
+        replicas = self._job.replicas
         share = 1.0 / replicas.number if replicas.averaged else 1.0
         loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
 
@@ -371,8 +419,9 @@ class Engine:
         arguments = arguments._replace(same_batch=False)
         with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
             call = self._described(call, arguments, complete)
-        self._result(flowed_back(self._run(call, arguments)), started)
+        self._flowing += self._run(call, arguments).batch_gradients
 
+    @_in_turn
     def perform(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
         """Carry out a call described by hand.
 
@@ -380,8 +429,9 @@ class Engine:
             describe: returns the call. If it raises, all ranks raise that error, and none begins.
             trains: whether the call trains.
         """
-        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
-        return flowed_back(self._run(call))
+        step = self._run(self._described(Call(Batch(), trains=trains), None, lambda _: describe()))
+        self._flowing += step.batch_gradients
+        return step
 
     @contextmanager
     def driven(
@@ -392,15 +442,15 @@ class Engine:
         Yields:
             The state of the call, and a function that runs an action.
         """
-        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
-        with self._turn:
+        with self.turn():
+            call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
             if call.trains:
                 self.weights.prepare()
-            with self._runner.driven(call) as state_and_perform:
-                yield state_and_perform
+            with self._runner.driven(call) as (step, perform):
+                yield step, perform
             if call.trains:
                 self.weights.finish()
-        flowed_back(state_and_perform[0])
+            self._flowing += step.batch_gradients
 
     # ---- a call
 
@@ -418,9 +468,10 @@ class Engine:
                 f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
                 "use evaluate, or choose a schedule with a backward"
             )
-        if torch.is_inference_mode_enabled():
+        if not torch.is_grad_enabled():
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise UsageError(
-                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
+                f"step needs gradients, and under torch.{mode}() there are none; call it outside, "
                 "or use evaluate"
             )
         return self.loss
@@ -445,7 +496,7 @@ class Engine:
         started = perf_counter()
         call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
         call = self._described(call, arguments)
-        with self._turn, self.evaluating():
+        with self.evaluating():
             step = self._run(call, arguments)
         return self._result(step, started)
 
@@ -496,24 +547,21 @@ class Engine:
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.
 
-        Gradients of the batch wait in the state; see :func:`flowed_back`.
-
         Args:
             call: the call.
             arguments: what the user called the pipeline with, for hints.
         """
-        with self._turn:
-            try:
-                if self.uncut is not None:
-                    self._runner.cut_by(self.uncut, call)
-                if call.trains:
-                    self.weights.prepare()
-                step = self._runner.run(call)
-            except StageError as error:
-                raise self._explained(error, call, arguments) from error.__cause__
+        try:
+            if self.uncut is not None:
+                self._runner.cut_by(self.uncut, call)
             if call.trains:
-                self.weights.finish()
-            return step
+                self.weights.prepare()
+            step = self._runner.run(call)
+        except StageError as error:
+            raise self._explained(error, call, arguments) from error.__cause__
+        if call.trains:
+            self.weights.finish()
+        return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
         """The error, with a hint if the model refused an argument meant for the step."""
@@ -590,6 +638,7 @@ class Engine:
             if not self._job.rank:
                 logger.warning("penstock: %s", text)
 
+    @_in_turn
     def check_in_halves(
         self,
         loss: StepLoss | None,
@@ -700,15 +749,6 @@ def remedy_of_added(loss: StepLoss, name: str, whole: float, halves: float) -> s
         "is one of each microbatch by itself, such as a balance of experts, say "
         f'weight={{{main}{name!r}: "microbatch"}}, in penstock.Loss or as loss_weight= of the step'
     )
-
-
-def flowed_back(step: StepState) -> StepState:
-    """A step whose gradients of the batch have flowed on into the caller's tensors."""
-    if step.batch_gradients:
-        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-        tensors, gradients = zip(*step.batch_gradients, strict=True)
-        torch.autograd.backward(tensors, gradients)
-    return step
 
 
 def before_first(error: Exception) -> StageError:

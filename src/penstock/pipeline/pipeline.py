@@ -448,31 +448,34 @@ class Pipeline:
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
-        self._look_at_last()
-        event = StepEvent(self.randomness.step + 1, self._job.is_main_process, self.device)
-        self._step_hooks.call("before", event)
-        started = perf_counter()
-        arguments = self.engine.arguments(
-            args,
-            kwargs,
-            model_kwargs,
-            target=target,
-            microbatches=microbatches,
-            same_batch=same_batch,
-        )
-        options = StepOptions(
-            loss_weight, total_weight, accumulate, scaler, outputs, record or event.record
-        )
-        result = self.engine.step(arguments, options)
-        if scaler is None:
-            self._unread = result
-            waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(self.device)
-            if not waits or self._job.transport is not None:
-                self._look_at_last()
-        if self._step_hooks:
-            after = replace(event, result=result, seconds=perf_counter() - started)
-            self._step_hooks.call("after", after)
-        return result
+        with self.engine.turn():
+            self._look_at_last()
+            event = StepEvent(self.randomness.step + 1, self._job.is_main_process, self.device)
+            self._step_hooks.call("before", event)
+            started = perf_counter()
+            arguments = self.engine.arguments(
+                args,
+                kwargs,
+                model_kwargs,
+                target=target,
+                microbatches=microbatches,
+                same_batch=same_batch,
+            )
+            options = StepOptions(
+                loss_weight, total_weight, accumulate, scaler, outputs, record or event.record
+            )
+            result = self.engine.step(arguments, options)
+            if scaler is None:
+                self._unread = result
+                waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(
+                    self.device
+                )
+                if not waits or self._job.transport is not None:
+                    self._look_at_last()
+            if self._step_hooks:
+                after = replace(event, result=result, seconds=perf_counter() - started)
+                self._step_hooks.call("after", after)
+            return result
 
     @collective
     def cut(
@@ -588,7 +591,9 @@ class Pipeline:
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
-        step, nonfinite = self.randomness.step, self.engine.training_loss.nonfinite
+        loss = self.engine.loss
+        assert loss is not None
+        step, nonfinite = self.randomness.step, loss.nonfinite
         what = f"the loss is {result.loss:g}"
         added = [n for n, value in result.losses.items() if n != MAIN and not math.isfinite(value)]
         if added:
