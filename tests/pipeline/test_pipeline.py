@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -128,18 +129,19 @@ def test_a_value_is_for_its_own_number_but_evaluates_any() -> None:
 # ---- steps
 
 
-def test_what_was_made_in_inference_mode_is_a_batch_and_no_grad_does_not_matter() -> None:
+def test_what_was_made_in_inference_mode_is_a_batch() -> None:
     def product(output: Tensor, target: dict[str, Tensor]) -> Tensor:
         return (output * target["y"]).mean()
 
     with torch.inference_mode():
         x, wanted = X.clone(), Y.clone()
     pipe, expected = (make(schedule="ZB-H1", loss_fn=product) for _ in "ab")
-    with torch.no_grad():
-        pipe.step(x, target={"y": wanted})
+    pipe.step(x, target={"y": wanted})
     expected.step(X, target={"y": Y})
     assert_same(gradients(pipe), gradients(expected))
-    assert pipe.evaluate(x, target={"y": wanted}).loss == expected.evaluate(X, target={"y": Y}).loss
+    with torch.no_grad():
+        of_parts = pipe.evaluate(x, target={"y": wanted}).loss
+    assert of_parts == expected.evaluate(X, target={"y": Y}).loss
 
 
 def test_a_model_without_parameters_has_a_loss_and_nothing_to_learn() -> None:
@@ -311,6 +313,63 @@ def test_calls_of_a_pipeline_from_several_threads_take_turns() -> None:
     assert all(module.training for module in pipe.stages[0].module.modules())
     for name, gradient in gradients(pipe).items():
         torch.testing.assert_close(gradient, 3 * once[name])
+
+
+def test_steps_in_several_threads_are_one_after_the_other() -> None:
+    """A step that begins while another runs has the next number, and draws other random numbers."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
+    pipe = Pipeline(model, stages=2, microbatches=2, loss_fn=lambda y, _: y.mean(), seed=1)
+    numbers: list[int] = []
+    pipe.on_step(lambda event: numbers.append(event.step))
+    pipe.cut(torch.ones(8, 4))
+    at_once = threading.Barrier(2)
+    begun = threading.Event()
+
+    def meet(_: Any) -> None:
+        if not begun.is_set():  # the other thread calls step too, and waits for its turn
+            begun.set()
+            at_once.wait(20.0)
+            time.sleep(0.2)
+
+    def second() -> float:
+        begun.wait(20.0)
+        at_once.wait(20.0)
+        return pipe.step(torch.ones(8, 4)).loss
+
+    pipe.on("0F0", before=meet)
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(second)
+        first = pool.submit(lambda: pipe.step(torch.ones(8, 4)).loss)
+        assert first.result(60.0) != other.result(60.0)
+    assert numbers == [1, 2]
+    assert pipe.randomness.step == 2
+
+
+def test_a_gradient_that_flows_on_may_come_to_a_step_in_another_thread() -> None:
+    """As on a GPU, where autograd runs the caller's graph in threads of its own."""
+    outer, inner = (make(schedule="1F1B") for _ in range(2))
+    loss = inner.step(X, target=Y).loss
+
+    class Calling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                losses = [pool.submit(enabled, pipe).result(20.0) for pipe in (inner, outer)]
+            assert losses == [loss, loss]
+            return gradients[0]
+
+    def enabled(pipe: Pipeline) -> float:
+        with torch.enable_grad():
+            return pipe.step(X, target=Y).loss
+
+    x = X.clone().requires_grad_()
+    outer.step(cast("Any", Calling).apply(x), target=Y)
+    assert x.grad is not None
+    assert outer.randomness.step == 2
 
 
 def test_pipelines_and_plain_models_in_threads_leave_each_other_alone(

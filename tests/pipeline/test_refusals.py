@@ -193,6 +193,8 @@ SLIPS: dict[str, Slip] = {
         "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks"),
     "no gradients": (lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y), UsageError,
         "step needs gradients, and under torch.inference_mode"),
+    "no gradients wanted": (lambda pipe: torch.no_grad()(pipe.step)(X, target=Y), UsageError,
+        r"under torch.no_grad\(\) there are none; call it outside, or use evaluate"),
 }  # fmt: skip
 
 

@@ -102,12 +102,20 @@ class Averaging(Adapter):
         apart: a context that puts gradients that the stage collects elsewhere into ``.grad``.
         group: the process group of the replicas.
         activity: where this process notes what it waits for.
+        dims: the groups of the dimensions that the replicas form, if there are several.
     """
 
-    def __init__(self, module: Any, apart: Apart, group: Any, activity: Activity | None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        apart: Apart,
+        group: Any,
+        activity: Activity | None,
+        dims: Sequence[Any] = (),
+    ) -> None:
         self._module = module
         self._group = group
-        self._average = GradientAverage(group, activity)
+        self._average = GradientAverage(group, activity, dims)
         self._apart = apart
         self._reduced = True
         self._buffers: Iterable[Tensor] = ()
@@ -155,7 +163,7 @@ class ReplicatedStage(Averaging):
     """A stage under ``replicas=``; what its wrappers reduce is left to them."""
 
     def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
-        return unreduced(self._module, self._group)
+        return unreduced(self._module)
 
 
 class DataParallelStage(Averaging):

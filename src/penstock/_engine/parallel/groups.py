@@ -55,20 +55,25 @@ def group_across(replicas: Any, mesh: Any) -> Any:
     """The process group that ``replicas=`` means: of a mesh's dimension, by itself or by its name.
 
     Args:
-        replicas: a mesh of one dimension, the name of a dimension of ``mesh``, or a process group.
+        replicas: a mesh of one dimension, the name of a dimension of ``mesh``, several such names, or a
+            process group.
         mesh: the mesh of the pipeline.
 
     Raises:
         UsageError: it is none of these.
     """
-    if isinstance(replicas, str):
+    if isinstance(replicas, str | tuple | list):
         names = (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
-        if replicas not in names or replicas == DIMENSION:
+        wanted = (replicas,) if isinstance(replicas, str) else tuple(replicas)
+        if not wanted or not {*wanted} <= {*names} - {DIMENSION}:
             raise UsageError(
-                f"replicas={replicas!r}: must name a dimension of mesh= that lies across the pipeline; "
+                f"replicas={replicas!r}: must name dimensions of mesh= that lie across the pipeline; "
                 + (f"the mesh has {', '.join(names)}" if names else "there is no mesh with names")
             )
-        return mesh.get_group(replicas)
+        if len(wanted) == 1:
+            return mesh.get_group(wanted[0])
+        # Torch slices a mesh in the order of its dimensions; no public name flattens one (2.13).
+        return mesh[tuple(name for name in names if name in wanted)]._flatten().get_group()
     if isinstance(replicas, DeviceMesh):
         if replicas.ndim != 1:
             raise UsageError(

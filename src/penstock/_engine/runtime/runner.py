@@ -104,11 +104,6 @@ class Runner:
         self.interpreter = Interpreter(self.stages, job.activity)
         self._devices = [device]
 
-    def cut_now(self, cut: LateCut) -> None:
-        """Cut the model before any call, where no call is needed; all processes of the job call this."""
-        agree_on_cut(self.job, cut, lambda: (0, None, MISSING))
-        cut.carry_out()
-
     def hold(self, stages: Sequence[PipelineStage]) -> None:
         """Take the stages of this process; all processes of the pipeline call this."""
         self.stages.update((stage.index, stage) for stage in stages)
@@ -687,6 +682,7 @@ class Runner:
                         partial(attrgetter("shared_context"), stage),
                         call.loss.replicas.group,
                         self.interpreter.activity,
+                        call.loss.replicas.dims,
                     )
                 of_stage.setdefault(index, []).append(average)
         if not of_stage:
