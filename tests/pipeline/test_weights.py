@@ -17,25 +17,21 @@ from torch import Tensor, nn
 from penstock import Pipeline, PipelineStage, read_weights
 from penstock.errors import StateDictError, UsageError
 from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
 from tests.processes import in_processes
 
 
-class Plain(nn.Module):
+def plain() -> nn.Module:
     """Has buffers of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.arange(3.0))
-        self.register_buffer("not_kept", torch.arange(3.0), persistent=False)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value
+    module = Does(lambda _, value: value, kept=torch.arange(3.0))
+    module.register_buffer("not_kept", torch.arange(3.0), persistent=False)
+    return module
 
 
 def buffered() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Plain(), nn.Linear(4, 4), Plain(), nn.Linear(4, 4)).double()
+    return nn.Sequential(plain(), nn.Linear(4, 4), plain(), nn.Linear(4, 4)).double()
 
 
 def shaken(model: nn.Module) -> nn.Module:

@@ -15,25 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import Checkpoints, Loss, Pipeline
 from penstock.errors import AgreementError
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, logged, mean_loss
 from tests.processes import in_processes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Tied(nn.Module):
+def run(m: Any, x: Tensor, scale: Any = 1) -> Any:
+    return m.last(torch.tanh(m.middle(torch.tanh(m.first(x))))) * scale
+
+
+def tied() -> nn.Module:
     """Three layers, of which the first and the last share their weight; only a call shows where to cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = (nn.Linear(4, 4).double() for _ in range(3))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor, scale: Any = 1) -> Tensor:
-        hidden = torch.tanh(self.middle(torch.tanh(self.first(x))))
-        output: Tensor = self.last(hidden) * scale
-        return output
+    torch.manual_seed(0)
+    first, middle, last = (nn.Linear(4, 4) for _ in range(3))
+    last.weight = first.weight
+    return Does(run, first=first, middle=middle, last=last).double()
 
 
 def loss_fn(output: Tensor, target: Any) -> Tensor:
@@ -42,7 +40,7 @@ def loss_fn(output: Tensor, target: Any) -> Tensor:
 
 
 def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
-    model = Tied() if model is None else model
+    model = tied() if model is None else model
     warns = Loss(loss_fn, nonfinite="warn")
     return Pipeline(model, mesh=group, ranks=2, microbatches=2, loss_fn=warns, **options)
 
@@ -130,10 +128,10 @@ def test_what_is_the_same_or_missing_is_not_refused(group: Any) -> None:
 def test_each_replica_has_a_batch_of_its_own(group: Any) -> None:
     """Two pipelines of two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    pipe = Pipeline(Tied(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=loss_fn)
+    pipe = Pipeline(tied(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=loss_fn)
     with pipe:
         loss = pipe.step(own(pipe.replicas.index), target=Y).loss
-    expected = mean_loss(Tied()(torch.cat([own(0), own(1)])), torch.cat([Y, Y]))
+    expected = mean_loss(tied()(torch.cat([own(0), own(1)])), torch.cat([Y, Y]))
     assert loss == pytest.approx(float(expected.detach()))
 
 
@@ -172,7 +170,7 @@ def here(sums: Mapping[Any, Tensor]) -> Tensor:
 
 def adapted(group: Any, path: str, whole: bool) -> list[Any]:
     """Losses and d of five steps, the error that ended them, and what a save says."""
-    model = Tied()
+    model = tied()
     with logged() as said, pipeline(group, model) as pipe:
         optimizer = Adapts(model.parameters(), pipe.weights.sum if whole else here)
         losses, text = [], ""
@@ -205,7 +203,7 @@ def test_a_sum_over_the_weights_of_one_rank_is_named(workers: WorkerPool, tmp_pa
 def test_the_sum_over_all_weights_is_that_of_one_process(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    model = Tied()
+    model = tied()
     optimizer, losses = Adapts(model.parameters(), here), []
     for _ in range(5):
         loss = mean_loss(model(X), Y)
@@ -223,7 +221,7 @@ def test_the_sum_over_all_weights_is_that_of_one_process(
 @in_processes(2)
 def test_groups_that_differ_by_what_is_in_them_are_not_refused(group: Any) -> None:
     """Groups of one rank's weights, and of both ranks', whose rates differ from each other."""
-    model = Tied()
+    model = tied()
     with pipeline(group, model) as pipe:
         by_layer = [
             {"params": [weight], "lr": 0.01 / (place + 1)}
