@@ -161,13 +161,15 @@ def make_equal(
 
 
 def check_spread(stages: Sequence[PipelineStage], job: Job, *, weighted: bool) -> None:
-    """Refuse wrappers that reduce gradients over processes other than the replicas.
+    """Refuse wrappers and sharded weights that reduce gradients over processes other than the replicas.
 
     ``weighted`` says whether the loss has weights.
     """
     replicas = job.replicas
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
+        if replicas.group is not None:
+            left_alone(stage.module, replicas.group, replicas.dims)
         for part in spread_parts(stage.module):
             ranks, how = part.ranks, part.how
             where = f"stage {stage.index}" + (f", module {part.path!r}," if part.path else "")
