@@ -111,6 +111,9 @@ class Executor:
         for stage in range(self.schedule.stages):
             for m in range(self.schedule.microbatches):
                 f, *backward = (self.count[Action(stage, op, m)] for op in (Op.F, Op.I, Op.W, Op.B))
+                out, back = (self.count[Action(stage, op, m)] for op in (Op.OFFLOAD, Op.RELOAD))
+                if out > back:
+                    raise Fault(f"stage {stage}, microbatch {m}: offloaded and not reloaded")
                 if not f or (self.schedule.trains and backward not in ([1, 1, 0], [0, 0, 1])):
                     raise Fault(f"stage {stage}, microbatch {m}: F {f}, I, W and B {backward}")
 

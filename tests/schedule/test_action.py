@@ -15,6 +15,8 @@ EXAMPLES = {
     "0SEND_F1@5": Action(0, Op.SEND_F, 1, 5),
     "4WAIT_SEND_B3": Action(4, Op.WAIT_SEND_B, 3),
     "0UNSHARD": Action(0, Op.UNSHARD),
+    "2OFFLOAD0": Action(2, Op.OFFLOAD, 0),
+    "2RELOAD11": Action(2, Op.RELOAD, 11),
     "(0F1;3B0)OVERLAP_F_B": Overlap(Action(0, Op.F, 1), Action(3, Op.B, 0)),
     "(0F1;3I0)OVERLAP_F_B": Overlap(Action(0, Op.F, 1), Action(3, Op.I, 0)),
 }

@@ -20,6 +20,7 @@ from penstock.schedule import (
     from_json,
     load,
     names,
+    offload,
     prefetch,
     reduce_gradients,
     save,
@@ -32,7 +33,8 @@ from penstock.schedule import (
 def forms(name: str) -> list[Schedule]:
     plain = build(name, ranks=3, microbatches=6)
     lowered = add_communication(plain)
-    return [plain, lowered, wait_for_sends(lowered), reduce_gradients(prefetch(lowered))]
+    sharded = reduce_gradients(prefetch(lowered))
+    return [plain, lowered, wait_for_sends(lowered), sharded, offload(lowered)]
 
 
 @pytest.mark.parametrize("name", names())

@@ -18,12 +18,13 @@ from penstock.schedule import (
     looped,
     merge_backward,
     names,
+    offload,
     prefetch,
     reduce_gradients,
     validate,
     wait_for_sends,
 )
-from penstock.schedule.action import RECV_OPS, SEND_OPS
+from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
 from penstock.schedule.passes import Pass
 from tests.schedule.programs import rows, schedule
@@ -151,3 +152,40 @@ def test_prefetch_never_gathers_more_than_its_bound() -> None:
             held += (action.op is Op.UNSHARD) - (action.op is Op.RESHARD)
             most = max(most, held)
         assert (held, most) == (0, 3)
+
+
+def alive(made: Schedule, rank: int) -> int:
+    """The most microbatches whose activations are on a device, if a copy takes one computing entry."""
+    held, leaving, most = 0, 0, 0
+    for action in made.actions(rank):
+        if action.op in COMPUTE_OPS:
+            held += action.op is Op.F
+            most = max(most, held)
+            held -= leaving + (action.op in GRADIENT_OPS)
+            leaving = 0
+        leaving += action.op is Op.OFFLOAD
+        held += action.op is Op.RELOAD
+    return most
+
+
+def test_offload_moves_what_waits_long_and_no_more_than_keep_stays() -> None:
+    made = offload(build("1F1B", ranks=4, microbatches=4), keep=3)
+    assert rows(made)[:2] == [
+        "0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0RELOAD1 0B0 0RELOAD2 0B1 0B2 0B3",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3",
+    ]
+    assert offload(made) is made
+    with pytest.raises(ScheduleError, match=r"keep=2: .* rank 0 of 1F1B .* give keep=3 or more"):
+        offload(build("1F1B", ranks=4, microbatches=4), keep=2)
+    with pytest.raises(UsageError, match="ahead=0"):
+        offload(build("1F1B", ranks=4, microbatches=4), ahead=0)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-V", "Interleaved1F1B"])
+def test_fewer_and_fewer_activations_stay(name: str) -> None:
+    plain = build(name, ranks=4, microbatches=8)
+    for keep in (6, 5, 4):
+        made = offload(plain, keep=keep) if name != "ZB-V" or keep > 5 else offload(plain)
+        assert validate(made).ok
+        assert validate(add_communication(made)).ok
+        assert max(alive(made, rank) for rank in range(4)) <= (7 if name == "ZB-V" else keep)

@@ -15,6 +15,7 @@ from penstock.schedule import (
     compose,
     merge_backward,
     names,
+    offload,
     parse_action,
     prefetch,
     reduce_gradients,
@@ -26,7 +27,14 @@ from penstock.schedule.action import Entry
 from tests.schedule.executor import fault
 
 Programs = list[list[Entry]]
-PASSES = (merge_backward, add_communication, wait_for_sends, prefetch, reduce_gradients)
+PASSES = (
+    merge_backward,
+    add_communication,
+    wait_for_sends,
+    prefetch,
+    reduce_gradients,
+    offload,
+)
 
 
 def swap(programs: Programs, pick: random.Random) -> None:

@@ -15,6 +15,7 @@ from penstock.schedule import (
     add_communication,
     build,
     looped,
+    offload,
     prefetch,
     replay,
     simulate,
@@ -163,3 +164,33 @@ def test_messages_are_counted_alike_spelled_out_or_not(name: str) -> None:
     skip = Edge("skip", 0, tuple(range(1, made.stages)))
     for silent in (made, made.with_edges((*made.edges, skip))):
         assert simulate(silent).messages == simulate(add_communication(silent)).messages
+
+
+def test_copies_to_the_host_run_beside_the_computing_and_backward_waits_for_its_own() -> None:
+    made = schedule("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1", microbatches=2)
+    ran = simulate(made, Costs(activation=4, host_bandwidth=2, host_latency=0.5))
+    # It leaves from 1 to 3.5, and comes back from 3.5 to 6, while F of microbatch 1 ends at 2.
+    assert ran.span(Action(0, Op.F, 1)).end == 2
+    assert ran.span(Action(0, Op.B, 0)).start == 6
+    assert ran.memory(0) == [(0, 4), (1, 8), (3.5, 4), (3.5, 8), (8, 4), (10, 0)]
+    assert (ran.peak_memory, ran.host_memory) == ((8,), (4,))
+    assert ran.gaps(0)[0].waits_for == Action(0, Op.RELOAD, 0)
+    assert simulate(made).makespan == 6  # a host as fast as memory costs nothing
+
+
+def test_a_rank_makes_one_copy_at_a_time_in_each_direction() -> None:
+    made = schedule("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0RELOAD1 0B2 0B1 0B0", microbatches=3)
+    ran = simulate(made, Costs(host_bandwidth=0.25))
+    # They leave from 1 to 5 and from 5 to 9, and come back from 5 to 9 and from 9 to 13.
+    assert ran.span(Action(0, Op.B, 1)).start == 13
+    assert ran.host_memory == (2,)
+
+
+@pytest.mark.parametrize(("name", "keep"), [("1F1B", 3), ("Interleaved1F1B", 3), ("DualPipeV", 4)])
+def test_offloading_takes_memory_and_no_time_with_a_fast_link(name: str, keep: int) -> None:
+    plain = add_communication(build(name, ranks=4, microbatches=8))
+    moved = simulate(offload(plain, keep=keep), Costs(host_bandwidth=1))
+    assert moved.makespan == simulate(plain).makespan
+    assert max(moved.peak_memory) == keep < max(simulate(plain).peak_memory)
+    assert 0 < max(moved.host_memory) <= 10
+    assert moved.messages == simulate(plain).messages

@@ -30,6 +30,8 @@ WRONG: list[Case] = [
     (("0UNSHARD 0F0 0RESHARD 0B0",), "position 3, 0B0: runs while the stage is not unsharded"),
     (("0UNSHARD 0UNSHARD 0F0 0B0",), "position 1, 0UNSHARD: the stage is unsharded already"),
     (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), "position 4, 0RESHARD: runs while the stage is not"),
+    (("0F0 0OFFLOAD0 0B0",), "rank 0, 0RELOAD0: missing; add 0RELOAD0 to the program of rank 0"),
+    (("0F0 0OFFLOAD0 0RELOAD0 0RELOAD0 0B0",), "position 3, 0RELOAD0: is already at position 2"),
     (("0F0 0SEND_F0@2", "1F0", "2RECV_F0@0 2F0"), "0SEND_F0@2: no edge carries such a message"),
 ]
 STOPS: list[Case] = [
@@ -38,6 +40,12 @@ STOPS: list[Case] = [
     (("0F0 0W0 0I0",), f"0W0: needs 0I0, which {LATER}"),
     (("0F0 1F0 0B0", "1B0"), "rank 0, position 1, 1F0: stage 1 is on rank 1; move it to rank 1"),
     (("0F0 0REDUCE_GRAD 0B0",), f"0REDUCE_GRAD: needs 0B0, which {LATER}"),
+    (("0OFFLOAD0 0F0 0RELOAD0 0B0",), f"0OFFLOAD0: needs 0F0, which {LATER}"),
+    (("0F0 0RELOAD0 0B0",), "0RELOAD0: needs 0OFFLOAD0, which is in no program; add it to rank 0"),
+    (("0F0 0RELOAD0 0OFFLOAD0 0B0",), f"0RELOAD0: needs 0OFFLOAD0, which {LATER}"),
+    (("0F0 0OFFLOAD0 0B0 0RELOAD0",), f"0B0: needs 0RELOAD0, which {LATER}"),
+    (("0F0 0OFFLOAD0 0I0 0RELOAD0 0W0",), f"0I0: needs 0RELOAD0, which {LATER}"),
+    (("0F0 1OFFLOAD0 1RELOAD0 0B0", "1F0 1B0"), "1OFFLOAD0: stage 1 is on rank 1; move it"),
     (("0RESHARD 0F0 0B0",), "position 0, 0RESHARD: needs 0UNSHARD, which is in no program"),
 ]
 MESSAGES: list[Case] = [

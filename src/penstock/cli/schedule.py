@@ -30,6 +30,7 @@ PASSES: dict[str, ps.Pass] = {
     "compute-only": ps.compute_only,
     "merge-backward": ps.merge_backward,
     "prefetch": ps.prefetch,
+    "offload": ps.offload,
     "reduce-gradients": ps.reduce_gradients,
     "communication": ps.add_communication,
     "wait-for-sends": ps.wait_for_sends,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.schedule.passes import compose as compose
     from penstock.schedule.passes import compute_only as compute_only
     from penstock.schedule.passes import merge_backward as merge_backward
+    from penstock.schedule.passes import offload as offload
     from penstock.schedule.passes import on_ranks as on_ranks
     from penstock.schedule.passes import prefetch as prefetch
     from penstock.schedule.passes import reduce_gradients as reduce_gradients

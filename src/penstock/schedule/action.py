@@ -35,6 +35,10 @@ class Op(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
+    OFFLOAD = "OFFLOAD"
+    """Begin to move what F has saved for backward to the host."""
+    RELOAD = "RELOAD"
+    """Begin to bring it back."""
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.I, Op.W, Op.B})

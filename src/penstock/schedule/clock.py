@@ -38,6 +38,8 @@ class Costs:
         message: bytes of each value by its name in the edge table, or one number for all.
         activation: memory that F of a stage holds until its I or B is done.
         stash: memory that I holds until W is done.
+        host_latency: time that a copy between a device and its host takes beside that of its bytes.
+        host_bandwidth: units of ``activation`` that such a copy moves per unit of time.
         overlap: the share of the shorter half that an overlapped pair of F and B hides, from 0 to 1.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
 
@@ -55,6 +57,8 @@ class Costs:
     message: float | Mapping[str, float] = 0
     activation: Cost = 1
     stash: Cost = 1
+    host_latency: float = 0
+    host_bandwidth: float = math.inf
     overlap: float = 0
     unit: str = field(default="", compare=False)
 
@@ -69,8 +73,9 @@ class Costs:
         )
         for latency, bandwidth in ((self.latency, self.bandwidth), *self.links.values()):
             _check_cost("latency", latency)
-            if not bandwidth > 0:
-                raise UsageError(f"bandwidth={bandwidth}: must be above 0")
+            _check_bandwidth("bandwidth", bandwidth)
+        _check_cost("host_latency", self.host_latency)
+        _check_bandwidth("host_bandwidth", self.host_bandwidth)
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
 
@@ -111,6 +116,11 @@ def _check_cost(name: str, cost: Cost) -> None:
     for number in cost if isinstance(cost, Sequence) else (cost,):
         if not (math.isfinite(number) and number >= 0):
             raise UsageError(f"{name}={number}: must be a finite number, at least 0")
+
+
+def _check_bandwidth(name: str, bandwidth: float) -> None:
+    if not bandwidth > 0:
+        raise UsageError(f"{name}={bandwidth}: must be above 0")
 
 
 COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}

@@ -6,7 +6,8 @@ The validator, the passes, the simulator and the runtime all use it.
 action                must be complete before it
 ====================  =====================================================================
 F of a stage          the values it uses: F of a source on the same rank, else the RECV_F
-I or B of a stage     its F; the gradients owed to it: I or B of a user, else the RECV_B
+I or B of a stage     its F, or the RELOAD of what was offloaded; the gradients owed to it: I or B of a
+                      user, else the RECV_B
 W of a stage          its I
 SEND_F                the F that makes the values
 SEND_B                I or B of each of the rank's stages that owe the gradient
@@ -16,6 +17,8 @@ REDUCE_GRAD           W or B of every microbatch of the stage
 WAIT_REDUCE_GRAD      the REDUCE_GRAD of the stage
 UNSHARD               nothing
 RESHARD               the UNSHARD of the stage
+OFFLOAD               the F that saves the activations
+RELOAD                the OFFLOAD
 ====================  =====================================================================
 
 If the schedule spells out no messages, a value from another rank needs that rank's F, I or B itself.
@@ -53,24 +56,25 @@ COUNTERPART = {
 }
 
 
-class Half(Enum):
-    """An op that may run alone or inside a B; whichever the microbatch has meets the need."""
+class Either(Enum):
+    """A need that either of two ops meets: the second if the microbatch has it, else the first."""
 
-    INPUT = Op.I
-    WEIGHT = Op.W
+    INPUT_GRADIENT = Op.I, Op.B
+    WEIGHT_GRADIENT = Op.W, Op.B
+    ACTIVATIONS = Op.F, Op.RELOAD
 
 
 class Need(NamedTuple):
     """An action that is needed, without its microbatch."""
 
     stage: int
-    op: Op | Half
+    op: Op | Either
     peer: int | None = None
 
     @property
     def split_op(self) -> Op:
-        """The op that meets the need if every backward is split in two halves."""
-        return self.op.value if isinstance(self.op, Half) else self.op
+        """The op that meets the need if every backward is split in two halves and nothing is offloaded."""
+        return self.op.value[0] if isinstance(self.op, Either) else self.op
 
 
 Needs = tuple[Need, ...]
@@ -108,7 +112,8 @@ class Dependencies:
         """The same for the messages that return its gradients."""
         self._communicates = schedule.communicates
         self._full = _full_backwards(schedule)
-        self._sharded = _sharded(schedule)
+        self._sharded = frozenset(stage for stage, _ in _places(schedule, Op.UNSHARD))
+        self._offloaded = _places(schedule, Op.OFFLOAD)
         self._known: dict[tuple[int, Op, int | None], Needs] = {}
         self._rule: dict[Op, Callable[[Action], Needs]] = {
             Op.F: self._before_forward,
@@ -121,10 +126,12 @@ class Dependencies:
             Op.RECV_B: _other_end,
             Op.WAIT_SEND_F: _other_end,
             Op.WAIT_SEND_B: _other_end,
-            Op.REDUCE_GRAD: lambda a: (Need(a.stage, Half.WEIGHT),),
+            Op.REDUCE_GRAD: lambda a: (Need(a.stage, Either.WEIGHT_GRADIENT),),
             Op.WAIT_REDUCE_GRAD: lambda a: (Need(a.stage, Op.REDUCE_GRAD),),
             Op.UNSHARD: lambda _: (),
             Op.RESHARD: lambda a: (Need(a.stage, Op.UNSHARD),),
+            Op.OFFLOAD: lambda a: (Need(a.stage, Op.F),),
+            Op.RELOAD: lambda a: (Need(a.stage, Op.OFFLOAD),),
         }
 
     def before(self, action: Action) -> list[Action]:
@@ -149,9 +156,11 @@ class Dependencies:
     def settle(self, need: Need, microbatch: int | None) -> Action:
         """The action that meets a need for one microbatch."""
         stage, op, peer = need
-        if isinstance(op, Half):
+        if op is Either.ACTIVATIONS:
+            return Action(stage, op.value[self.offloads(stage, microbatch)], microbatch)
+        if isinstance(op, Either):
             gradient = self.gradient(stage, microbatch)
-            return gradient if gradient.op is Op.B else Action(stage, op.value, microbatch)
+            return gradient if gradient.op is Op.B else Action(stage, op.value[0], microbatch)
         return Action(stage, op, None if op in STAGE_OPS else microbatch, peer)
 
     def shards(self, stage: int) -> bool:
@@ -161,6 +170,10 @@ class Dependencies:
         not unsharded before an UNSHARD.
         """
         return stage in self._sharded
+
+    def offloads(self, stage: int, microbatch: int | None) -> bool:
+        """Tell if what F of a stage and microbatch has saved waits for its backward on the host."""
+        return (stage, microbatch) in self._offloaded
 
     def gradient(self, stage: int, microbatch: int | None) -> Action:
         """The action that computes the gradient of a stage's inputs: its B if it has one, else its I."""
@@ -213,10 +226,10 @@ class Dependencies:
 
     def _before_gradient(self, action: Action) -> Needs:
         users = sorted(self._users[action.stage])
-        local = self._local(action, users, Half.INPUT)
-        return (Need(action.stage, Op.F), *local, *self._messages(action))
+        local = self._local(action, users, Either.INPUT_GRADIENT)
+        return (Need(action.stage, Either.ACTIVATIONS), *local, *self._messages(action))
 
-    def _local(self, action: Action, stages: Iterable[int], op: Op | Half) -> Iterator[Need]:
+    def _local(self, action: Action, stages: Iterable[int], op: Op | Either) -> Iterator[Need]:
         """What an action needs from stages that hand it over without a message."""
         home = self._rank_of[action.stage]
         return (
@@ -232,7 +245,9 @@ class Dependencies:
     def _before_gradient_send(self, action: Action) -> Needs:
         home = self._rank_of[action.stage]
         users = sorted(self._users[action.peer_stage])
-        return tuple(Need(user, Half.INPUT) for user in users if self._rank_of[user] == home)
+        return tuple(
+            Need(user, Either.INPUT_GRADIENT) for user in users if self._rank_of[user] == home
+        )
 
 
 def proofs(schedule: Schedule, rank: int, rule: Dependencies) -> dict[Action, list[Action]]:
@@ -273,26 +288,18 @@ def _other_end(action: Action) -> Needs:
     return (Need(stage, op, peer),)
 
 
-def _sharded(schedule: Schedule) -> frozenset[int]:
-    if Op.UNSHARD not in schedule.ops:
+def _places(schedule: Schedule, op: Op) -> frozenset[tuple[int, int | None]]:
+    """The pairs (stage, microbatch) that have an op."""
+    if op not in schedule.ops:
         return frozenset()
     return frozenset(
-        action.stage
-        for rank in range(schedule.ranks)
-        for action in schedule.actions(rank)
-        if action.op is Op.UNSHARD
-    )
-
-
-def _full_backwards(schedule: Schedule) -> set[tuple[int, int | None]] | None:
-    """The pairs (stage, microbatch) that run B rather than I; ``None`` if all do."""
-    if Op.I not in schedule.ops:
-        return None
-    if Op.B not in schedule.ops:
-        return set()
-    return {
         (action.stage, action.microbatch)
         for rank in range(schedule.ranks)
         for action in schedule.actions(rank)
-        if action.op is Op.B
-    }
+        if action.op is op
+    )
+
+
+def _full_backwards(schedule: Schedule) -> frozenset[tuple[int, int | None]] | None:
+    """The pairs (stage, microbatch) that run B rather than I; ``None`` if all do."""
+    return _places(schedule, Op.B) if Op.I in schedule.ops else None

@@ -3,7 +3,8 @@
 Messages have this meaning. SEND and RECV *post* and return. A message is complete when both ends have posted
 it and the earlier ones on its channel are complete; there is one first-in first-out channel per ordered pair
 of ranks and kind of message. A compute action waits for what it needs, WAIT_SEND for its message. An
-overlapped pair starts when both halves may.
+overlapped pair starts when both halves may. OFFLOAD and RELOAD start a copy and return; a rank and its host
+make one copy at a time in each direction, beside what the rank computes.
 
 An action that may run now may also run later. So one run shows for all runs whether they complete.
 
@@ -29,7 +30,7 @@ from penstock.schedule.action import (
 )
 from penstock.schedule.base import Schedule
 from penstock.schedule.clock import Costs, Link, Ran, run, transfer_of
-from penstock.schedule.dependencies import Dependencies, Half, Need
+from penstock.schedule.dependencies import Dependencies, Either, Need
 
 Lane = tuple[int, Op, int | None]
 """A stage, an op, and the peer of a message that does not go to the neighbour."""
@@ -45,8 +46,8 @@ class Numbered:
     """A schedule as the clock takes it.
 
     The entries of the programs are numbered rank by rank. Beside the ranks run the channels, as programs of
-    *transfers*, whose numbers follow; a transfer needs both ends of its message posted. So the clock knows
-    neither messages nor pairs.
+    *transfers*, whose numbers follow; a transfer needs both ends of its message posted. Copies between a rank
+    and its host are transfers too. So the clock knows neither messages nor pairs nor copies.
 
     Args:
         schedule: any schedule, with or without messages.
@@ -56,11 +57,13 @@ class Numbered:
         rule: what must come before each action.
         entries: the entry of each number.
         rank: the rank of each entry.
-        programs: the numbers that each rank, and then each channel, runs.
+        programs: the numbers that each rank, and then each channel, runs; last the channels to hosts.
         lanes: for each lane, the number of each of its microbatches.
         repeated: the actions that an entry before has too, each after its number.
         channels: the SEND and the RECV of each message that has both, by channel, in the order of the SENDs.
-        arrival: for each of these ends, the message's transfer and how long after that it has arrived.
+        copies: the transfer of each OFFLOAD and RELOAD, by its number.
+        arrival: for each of these ends, and for each RELOAD, the transfer and how long after that it has
+            arrived.
         lengths: how long each transfer takes.
         needs: what each number needs that other programs run. What no program runs counts as met.
         unmet: what does not come before an action, though it must: the action after its number, what it
@@ -85,6 +88,8 @@ class Numbered:
         self.arrival: dict[int, Link] = {}
         self.lengths: list[float] = []
         self._open_channels()
+        self.copies: dict[int, int] = {}
+        self._open_host_channels()
         for lane in [lane for lane in self.lanes if lane[1] not in RECV_OPS]:
             for need in self.rule.needs(*lane):
                 self._link(lane, need)
@@ -119,12 +124,40 @@ class Numbered:
             self.programs.append(range(first, len(self.needs)))
             self.channels.append(messages)
 
+    def _open_host_channels(self) -> None:
+        """Make a transfer of each copy; what comes back must have left before."""
+        sizes = self.costs.per_stage("activation", self.schedule.stages)
+        for op in (Op.OFFLOAD, Op.RELOAD):
+            posts: list[list[tuple[int, int, int | None]]] = [
+                [] for _ in range(self.schedule.ranks)
+            ]
+            for (stage, kind, _), numbers in self.lanes.items():
+                for m, number in numbers.items() if kind is op else ():
+                    posts[self.rank[number]].append((number, stage, m))
+            for each in filter(None, posts):
+                first = len(self.needs)
+                for transfer, (number, stage, m) in enumerate(sorted(each), first):
+                    left = self.lanes[stage, Op.OFFLOAD, None].get(m) if op is Op.RELOAD else None
+                    self.copies[number] = transfer
+                    self.lengths.append(
+                        self.costs.host_latency + sizes[stage] / self.costs.host_bandwidth
+                    )
+                    self.needs.append([(number, 0.0)])
+                    if op is Op.RELOAD:
+                        self.arrival[number] = (transfer, 0.0)
+                    if left in self.copies:
+                        self.needs[transfer].append((self.copies[left], 0.0))
+                self.programs.append(range(first, len(self.needs)))
+
     def _met(self, lane: Lane, need: Need) -> list[tuple[int, int | None, int | None]]:
         """Each number of a lane, a microbatch of which it needs something, and the number of that."""
         stage, op, peer = need
         lanes, numbers = self.lanes, self.lanes[lane]
         known: dict[int | None, int | None] = {**lanes.get((stage, need.split_op, peer), {})}
-        if isinstance(op, Half):
+        if op is Either.ACTIVATIONS:
+            reloads = lanes.get((stage, Op.RELOAD, None), {})
+            known |= {m: reloads.get(m) for m in lanes.get((stage, Op.OFFLOAD, None), ())}
+        elif isinstance(op, Either):
             known |= lanes.get((stage, Op.B, None), {})
         elif op in STAGE_OPS:
             known = dict.fromkeys(numbers, known.get(None))

@@ -10,10 +10,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from heapq import heappop, heappush
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import (
     COMPUTE_OPS,
+    GRADIENT_OPS,
     SEND_OPS,
     Action,
     Entry,
@@ -249,6 +251,110 @@ def _coming(program: Program, bound: int) -> list[list[int]]:
                 order = stages + [stage for stage in order if stage not in stages]
         coming.append(order[:bound])
     return coming[::-1]
+
+
+# ---- which activations wait for their backward on the host
+
+
+def offload(schedule: Schedule, *, keep: int | None = None, ahead: int = 1) -> Schedule:
+    """Add OFFLOAD and RELOAD, so that activations wait for their backward in the host's memory.
+
+    OFFLOAD follows the F; RELOAD comes ``ahead`` computing entries before the I or B. Of all choices that
+    meet the bound, this one moves as few activations as possible. A schedule that has an OFFLOAD is returned
+    unchanged. Apply it after :func:`merge_backward`, which a RELOAD between I and W would prevent.
+
+    Args:
+        schedule: the schedule, with or without messages.
+        keep: for how many microbatches and stages a rank may hold activations on its device at a time: those
+            that stay, leave, are coming back or are in use. By default every activation leaves that has the
+            time.
+        ahead: for how many computing entries a copy is under way. What waits for no longer than two copies
+            take stays.
+
+    Raises:
+        ScheduleError: a rank needs more than ``keep``; the message says how many.
+        UsageError: ``ahead`` is less than 1.
+    """
+    if ahead < 1:
+        raise UsageError(f"ahead={ahead}: must be at least 1")
+    if Op.OFFLOAD in schedule.ops:
+        return schedule
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        stays = _Stays(program, ahead)
+        most, leaving = stays.leaving(0 if keep is None else keep)
+        if keep is not None and most > keep:
+            raise ScheduleError(
+                f"keep={keep}: with ahead={ahead}, rank {rank} of {schedule.name} holds the activations of "
+                f"{most} microbatches even if all that have the time leave; give keep={most} or more"
+            )
+        programs.append(stays.offloaded(leaving))
+    return schedule.with_programs(programs)
+
+
+class _Stays:
+    """How long the activations of a rank stay on its device, counted in computing entries.
+
+    Attributes:
+        uses: for each stage and microbatch, the entries of its F and of its I or B.
+        gaps: those that may leave, by the first entry at which they would be gone, each with the one at which
+            they would come back.
+    """
+
+    def __init__(self, program: Program, ahead: int) -> None:
+        self.program, self.ahead = program, ahead
+        self.computing = [entry for entry in program if computes(entry)]
+        starts: dict[tuple[int, int | None], int] = {}
+        self.uses: dict[tuple[int, int | None], tuple[int, int]] = {}
+        for place, entry in enumerate(self.computing):
+            for stage, op, microbatch, _ in halves(entry):
+                if op is Op.F:
+                    starts[stage, microbatch] = place
+                elif op in GRADIENT_OPS and (stage, microbatch) in starts:
+                    self.uses[stage, microbatch] = starts[stage, microbatch], place
+        self.gaps: dict[int, list[tuple[int, tuple[int, int | None]]]] = defaultdict(list)
+        for which, (first, last) in self.uses.items():
+            if last - first > 2 * ahead:
+                self.gaps[first + ahead + 1].append((last - ahead, which))
+
+    def leaving(self, keep: int) -> tuple[int, set[tuple[int, int | None]]]:
+        """How many are on the device at a time, and which leave so that these are no more than ``keep``.
+
+        Where one too many would stay, the one that may be away longest from there leaves.
+        """
+        ends = {last for _, last in self.uses.values()}
+        begins = {first for first, _ in self.uses.values()}
+        left, most, held = set[tuple[int, int | None]](), 0, 0
+        may_leave: list[tuple[int, tuple[int, int | None]]] = []
+        back = Counter[int]()
+        for place in range(len(self.computing)):
+            held += (place in begins) - (place - 1 in ends) + back[place]
+            for end, which in self.gaps.get(place, ()):
+                heappush(may_leave, (-end, which))
+            while held > keep and may_leave and -may_leave[0][0] > place:
+                end, which = heappop(may_leave)
+                left.add(which)
+                back[-end] += 1
+                held -= 1
+            most = max(most, held)
+        return most, left
+
+    def offloaded(self, leaving: set[tuple[int, int | None]]) -> Iterator[Entry]:
+        """The program, with what leaves and comes back."""
+        returning = defaultdict[int, list[Action]](list)
+        for which in leaving:
+            stage, microbatch = which
+            last = self.uses[which][1]
+            returning[last - self.ahead].append(Action(stage, Op.RELOAD, microbatch))
+        place = 0
+        for entry in self.program:
+            if computes(entry):
+                yield from returning[place]
+                place += 1
+            yield entry
+            for stage, op, microbatch, _ in halves(entry):
+                if op is Op.F and (stage, microbatch) in leaving:
+                    yield Action(stage, Op.OFFLOAD, microbatch)
 
 
 # ---- messages: wait until they have left

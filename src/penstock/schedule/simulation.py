@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError, UsageError
@@ -34,7 +35,7 @@ class Gap(NamedTuple):
         start: when the rank became idle.
         end: when ``action`` started.
         action: the action that the rank then started.
-        waits_for: the action of another rank that the rank waited for last.
+        waits_for: the action of another rank, or the RELOAD, that the rank waited for last.
     """
 
     rank: int
@@ -154,32 +155,63 @@ class Simulation:
     def messages(self) -> int:
         """The number of messages between ranks."""
         if self.schedule.communicates:
-            return len(self._numbered.lengths)
+            return sum(map(len, self._numbered.channels))
         programs = add_communication(self.schedule).programs
         return sum(action.op in SEND_OPS for program in programs for action in flat(program))
 
     # ---- what ranks hold
 
     @cached_property
-    def _held(self) -> list[list[float]]:
-        """What each rank holds after each of its computing actions."""
+    def _held(self) -> list[list[tuple[float, float]]]:
+        """What each rank holds from each time on at which that changes."""
         growth = growths(self.costs, self.schedule.stages)
-        actions = map(self.schedule.actions, range(self.schedule.ranks))
-        return [[*accumulate(growth[a[1]][a[0]] for a in row if a[1] in growth)] for row in actions]
+        held = []
+        for rank, row in enumerate(self._rows):
+            changes = [
+                (end if op is not Op.F else start, number, growth[op][stage])
+                for number in row
+                for _, (stage, op, *_), start, end in self._spans_at(number)
+            ]
+            changes += (
+                (self._end[copy] if size > 0 else self._start[copy], number, -size)
+                for number, copy, size in self._copies(rank)
+            )
+            held.append(_summed(changes))
+        return held
+
+    def _copies(self, rank: int) -> Iterator[tuple[int, int, float]]:
+        """A rank's OFFLOADs and RELOADs, their transfers, and by how much each changes its host's memory."""
+        numbered = self._numbered
+        sizes = self.costs.per_stage("activation", self.schedule.stages)
+        for number, copy in numbered.copies.items():
+            if numbered.rank[number] == rank:
+                stage, op, *_ = numbered.action(number)
+                yield number, copy, sizes[stage] if op is Op.OFFLOAD else -sizes[stage]
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
         """The most that each rank holds at any time, in units of ``activation`` and ``stash``."""
-        return tuple(max([0.0, *held]) for held in self._held)
+        return tuple(max([0.0, *(most for _, most in held)]) for held in self._held)
+
+    @property
+    def host_memory(self) -> tuple[float, ...]:
+        """The most that each rank holds on its host at any time: from an OFFLOAD to the end of its RELOAD."""
+        peaks = []
+        for rank in range(self.schedule.ranks):
+            changes = [
+                (self._start[copy] if size > 0 else self._end[copy], number, size)
+                for number, copy, size in self._copies(rank)
+            ]
+            peaks.append(max([0.0, *(most for _, most in _summed(changes))]))
+        return tuple(peaks)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """The memory of a rank over time: pairs of a time and the memory from then on.
 
-        F takes memory when it starts; the other ops free memory when they end.
+        F takes memory when it starts; the other computing ops free memory when they end. An OFFLOAD frees it
+        when its copy ends; a RELOAD takes it when its copy starts.
         """
-        spans = chain.from_iterable(map(self._spans_at, self._rows[rank]))
-        when = (span.start if span.action.op is Op.F else span.end for span in spans)
-        return list(zip(when, self._held[rank], strict=True))
+        return self._held[rank]
 
     # ---- why actions started when they did
 
@@ -219,6 +251,13 @@ class Simulation:
             number = before if self._cause[number] == ITS_TURN else self._cause[number]
         spans = (self._spans_at(n) for n in reversed(path) if n < len(self._numbered.entries))
         return tuple(s for s in chain.from_iterable(spans) if s.action.op in COMPUTE_OPS)
+
+
+def _summed(changes: Sequence[tuple[float, int, float]]) -> list[tuple[float, float]]:
+    """The sums of changes from each time on; changes at one time are added in the order of their entries."""
+    ordered = sorted(changes, key=itemgetter(0, 1))
+    times, _, amounts = zip(*ordered, strict=True) if ordered else ((), (), ())
+    return list(zip(times, accumulate(amounts), strict=True))
 
 
 def completed(numbered: Numbered, lengths: Sequence[float] = ()) -> Ran:
@@ -302,4 +341,5 @@ def merged(schedule: Schedule) -> list[Action]:
         for program in schedule.programs
     )
     numbered = Numbered(silent)
-    return [*flat([numbered.entries[number] for number in completed(numbered).order])]
+    entries = numbered.entries
+    return [*flat([entries[n] for n in completed(numbered).order if n < len(entries)])]

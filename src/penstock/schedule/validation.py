@@ -113,7 +113,10 @@ def validate(schedule: Schedule, *, blocking_sends: bool = False) -> Report:
 
 
 def _missing(numbered: Numbered) -> Iterator[Problem]:
-    """Each stage must run each microbatch forward and, if the schedule trains, backward once."""
+    """Each stage must run each microbatch forward and, if the schedule trains, backward once.
+
+    What it offloads, it must reload.
+    """
     schedule = numbered.schedule
     for stage, home in enumerate(schedule.placement.rank_of):
         for absent in _absent(numbered, stage):
@@ -122,14 +125,17 @@ def _missing(numbered: Numbered) -> Iterator[Problem]:
 
 
 def _absent(numbered: Numbered, stage: int) -> Iterator[Action]:
-    forward, input, weight, full = (
-        numbered.lanes.get((stage, op, None), {}) for op in (Op.F, Op.I, Op.W, Op.B)
+    forward, input, weight, full, offload, reload = (
+        numbered.lanes.get((stage, op, None), {})
+        for op in (Op.F, Op.I, Op.W, Op.B, Op.OFFLOAD, Op.RELOAD)
     )
     for m in range(numbered.schedule.microbatches):
         if m not in forward:
             yield Action(stage, Op.F, m)
         if numbered.schedule.trains and m not in full and not (m in input and m in weight):
             yield Action(stage, Op.W, m) if m in input else numbered.rule.gradient(stage, m)
+        if m in offload and m not in reload:
+            yield Action(stage, Op.RELOAD, m)
 
 
 # ---- actions at fault: one function for each kind of fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.errors import ScheduleError
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.schedule.dependencies import proofs
@@ -112,6 +113,11 @@ class Program:
     """
 
     def __init__(self, schedule: Schedule, rank: int | None) -> None:
+        if Op.OFFLOAD in schedule.ops:
+            raise ScheduleError(
+                f"{schedule.name} has OFFLOAD and RELOAD, which a pipeline does not run yet; leave them out: "
+                "penstock.schedule.compute_only(schedule)"
+            )
         self.schedule = schedule
         self._rank, self._rule = rank, Dependencies(schedule)
         actions = merged(schedule) if rank is None else schedule.actions(rank)
