@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
-from penstock.backward import PendingGradients, SharedGradients, SplitBackward
+from penstock.backward import OffloadedForward, PendingGradients, SharedGradients, SplitBackward
 from penstock.backward.nodes import edge_of
 from penstock.errors import SpecError, StageError, UsageError
 
@@ -401,6 +401,7 @@ class PipelineStage:
         self.code = parallel.unwrapped(self._module)
         self._forwards: dict[int, tuple[list[GradientEdge], list[Tensor]]] = {}
         self._pending: dict[int, Any] = {}
+        self._offloaded: dict[int, OffloadedForward] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
         self.casts = False
@@ -580,6 +581,36 @@ class PipelineStage:
         edges = list(map(edge_of, filter(_LEARNS, roots)))
         self._forwards[microbatch] = edges, leaves
 
+    def offloading(self, microbatch: int, batch: Iterable[Tensor]) -> OffloadedForward:
+        """A context for a microbatch's forward whose activations :meth:`offload` then moves to the host.
+
+        Args:
+            microbatch: its index.
+            batch: tensors that stay where they are, beside the stage's own.
+        """
+        own = (tensor for _, tensor in self.named_tensors())
+        forward = OffloadedForward((*own, *batch), self.device)
+        self._offloaded[microbatch] = forward
+        return forward
+
+    def offload(self, microbatch: int) -> None:
+        """Move what the microbatch's forward has saved for backward to the host."""
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        self._offloaded[microbatch].offload(self._forwards[microbatch][1])
+
+    def reload(self, microbatch: int) -> None:
+        """Bring it back."""
+        self._offloaded[microbatch].reload()
+
+    def _take_forward(self, microbatch: int) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Take what a microbatch's backward goes from and to, once it can run."""
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        if microbatch in self._offloaded:
+            self._offloaded.pop(microbatch).wait()
+        return self._forwards.pop(microbatch)
+
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Call a module that may compile now, with what its backward in halves needs."""
         put_back: Callable[[], None] | None = None
@@ -630,17 +661,13 @@ class PipelineStage:
         Returns:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
-        if microbatch not in self._forwards:
-            self._lacks("forward", microbatch)
-        roots, leaves = self._forwards.pop(microbatch)
+        roots, leaves = self._take_forward(microbatch)
         with self.shared_context:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
-        if microbatch not in self._forwards:
-            self._lacks("forward", microbatch)
-        roots, leaves = self._forwards.pop(microbatch)
+        roots, leaves = self._take_forward(microbatch)
         with self.shared_context:
             gradients, self._pending[microbatch] = self._engine.input_half(
                 roots, output_grads, leaves
@@ -670,6 +697,7 @@ class PipelineStage:
         """Drop whatever microbatches have left here."""
         self._forwards.clear()
         self._pending.clear()
+        self._offloaded.clear()
         self._shared.take()
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
 

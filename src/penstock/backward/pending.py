@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, edge_to, is_recomputed, read_early
+from penstock.backward.offload import SavedTensor
 from penstock.backward.operations import Operation
 from penstock.backward.passes import Gradients, backward_to
 from penstock.errors import StageError
@@ -67,7 +68,7 @@ class WeightUse:
         raw = getattr(node, operation.raw)
         if operation.applies is not None and not operation.applies(node):
             self.can_wait = False
-        elif raw.unpack_hook is not None:
+        elif raw.unpack_hook is not None and not isinstance(raw.data, SavedTensor):
             # Other hooks on saved tensors may allow only one call, which belongs to the node.
             self.can_wait = is_recomputed(raw)
         else:

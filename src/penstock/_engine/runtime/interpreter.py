@@ -54,6 +54,8 @@ class Interpreter:
         self._losses = StageLosses(stages)
         self._usual: dict[Op, Callable[..., None]] = {
             Op.F: self._forward,
+            Op.OFFLOAD: self._offload,
+            Op.RELOAD: self._reload,
             Op.B: self._backward,
             Op.I: self._backward,
             Op.W: self._backward_weight,
@@ -107,7 +109,9 @@ class Interpreter:
         self._kinds = step.agreement.kinds
         self._flows: Sequence[Flow] = step.agreement.flows
         self._now: Instruction | StageInstruction | None = None
+        self._moves = step.call.trains and bool(program.offloaded)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
+        self._usual[Op.F] = self._forward_to_offload if self._moves else self._forward
         is_watched = profiled or step.recorder is not None or step.call.hooks is not None
         self._methods = dict.fromkeys(self._usual, self._run_watched) if is_watched else self._usual
         custom = step.call.custom or {}
@@ -260,6 +264,29 @@ class Interpreter:
             roots += self._losses.roots(stage, microbatch, output, inputs, leaves, entered)
         if step.call.trains:
             stage.keep(microbatch, roots, leaves)
+
+    # ---- activations that wait on the host
+
+    def _forward_to_offload(self, instruction: Instruction, watched: Watched = None) -> None:
+        """Run a forward so that what it saves can leave, if it is to leave."""
+        index, microbatch = instruction.stage, instruction.microbatch
+        if (index, microbatch) not in self._program.offloaded:
+            self._forward(instruction, watched)
+            return
+        part = self._step.parts[microbatch]
+        batch = tensors_in([part.args, part.kwargs, part.local, self._step.targets[microbatch]])
+        with self.stages[index].offloading(microbatch, batch):
+            self._forward(instruction, watched)
+
+    def _offload(self, instruction: Instruction, _: Watched = None) -> None:
+        if self._moves:
+            self.stages[instruction.stage].offload(instruction.microbatch)
+
+    def _reload(self, instruction: Instruction, _: Watched = None) -> None:
+        if self._moves:
+            self.stages[instruction.stage].reload(instruction.microbatch)
+
+    # ---- values
 
     def _read(self, name: str, microbatch: int) -> tuple[Any, bool]:
         """Read a value from the store, and whether something else also holds it; the last read frees it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.errors import ScheduleError
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.schedule.dependencies import proofs
@@ -113,15 +112,16 @@ class Program:
     """
 
     def __init__(self, schedule: Schedule, rank: int | None) -> None:
-        if Op.OFFLOAD in schedule.ops:
-            raise ScheduleError(
-                f"{schedule.name} has OFFLOAD and RELOAD, which a pipeline does not run yet; leave them out: "
-                "penstock.schedule.compute_only(schedule)"
-            )
         self.schedule = schedule
         self._rank, self._rule = rank, Dependencies(schedule)
         actions = merged(schedule) if rank is None else schedule.actions(rank)
         self.instructions = [self.instruction(action) for action in actions]
+        self.offloaded = {
+            (i.action.stage, i.action.microbatch)
+            for i in self.instructions
+            if i.action.op is Op.OFFLOAD
+        }
+        """The stages and microbatches whose activations wait on the host."""
         self._flows: dict[tuple[Edge, ...], Flow] = {}
         self.proves = {} if rank is None else proofs(schedule, rank, self._rule)
         """For each message that arrives, this rank's SENDs that its sender has used by then."""
