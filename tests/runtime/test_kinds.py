@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Microbatches, Pipeline, PipelineStage
-from penstock.errors import StageError, UsageError
+from penstock.errors import AgreementError, StageError, UsageError
 from penstock.testing import Case, WorkerPool, judge
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
@@ -33,6 +33,27 @@ def unfreeze(group: Any, by_pipe: bool) -> None:
 @pytest.mark.parametrize("by_pipe", [True, False])
 def test_a_frozen_stage_learns_later(workers: WorkerPool, by_pipe: bool) -> None:
     workers.run(f"{__name__}:unfreeze", 2, 60.0, by_pipe=by_pipe)
+
+
+def freeze_on_one_rank(group: Any) -> str:
+    """A worker's task: the error of a step for which rank 1 alone has frozen the first stage."""
+    model = chain()
+    with make(model, stages=[["0", "1"], ["2"]], mesh=group) as pipe:
+        pipe.step(X, target=Y)
+        if pipe.rank == 1:
+            for parameter in pipe.parameters():
+                parameter.requires_grad_(False)
+        with pytest.raises(AgreementError) as caught:
+            pipe.step(X, target=Y)
+        return str(caught.value)
+
+
+def test_ranks_that_freeze_different_weights_are_told(workers: WorkerPool) -> None:
+    for text in workers.run(f"{__name__}:freeze_on_one_rank", 2, 60.0):
+        assert text.startswith(
+            "the ranks train different weights: the value '1' travels from stage 0"
+        )
+        assert "comes back on rank 0, but not on rank 1; give requires_grad the same" in text
 
 
 # ---- what the code between units asks for
