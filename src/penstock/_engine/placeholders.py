@@ -156,6 +156,17 @@ class Placeholder(Tensor):
         return self.location.device
 
     @property
+    def requires_grad(self) -> bool:
+        """True if the weight learns; each step asks all weights, so not by ``__torch_function__``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.requires_grad_(value)
+
+    @property
     def grad(self) -> Tensor | None:
         """The placeholder for the gradient, after a step; optimizers do not see it."""
         steps = self._steps
