@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
+from penstock._engine.parallel import whole
 from penstock._engine.transport import Group
-from penstock.errors import NonFiniteError, PenstockError
+from penstock.errors import AgreementError, NonFiniteError, PenstockError
 from penstock.testing import Case, WorkerPool, judge
 from tests.catalogue.making import Does
 from tests.parallel.bodies import Collectives, Mlp, adamw, half_of, halves_of, mesh_of, wrap
@@ -104,6 +106,49 @@ def run_accumulated(group: Any) -> float:
 
 def test_steps_that_accumulate(workers: WorkerPool) -> None:
     assert max(workers.run(f"{__name__}:run_accumulated", 4, 60.0)) < 1e-12
+
+
+def run_without_sync(group: Any, case: str) -> tuple[float, list[int]]:
+    """A worker's task: how far one average of four steps is from four, and the reductions of each step."""
+    mesh = mesh_of("dp", "pp")
+    half, how = half_of(mesh), case if case in ("ddp", "fsdp") else ""
+    options: dict[str, Any] = {"wrap": lambda m, stage: wrap(m, how, mesh)} if how else {}
+    with piped(mesh, model_of(case), **options) as pipe:
+        gradients, counts = list[dict[str, Tensor]](), list[int]()
+        for averaged in ([1, 2, 3, 4], [4]):
+            pipe.zero_grad()
+            for number in range(1, 5):
+                every = nullcontext() if number in averaged else pipe.no_sync()
+                with every, Collectives() as collectives:
+                    pipe.step(X[half], target=Y[half], accumulate=4)
+                counts.append(sum(n for name, n in collectives.counts.items() if "reduce" in name))
+            held = [(n, p.grad) for n, p in pipe.weights.here.named_parameters()]
+            gradients.append({n: whole(g).clone() for n, g in held if g is not None})
+    gaps = [float((gradient - gradients[1][n]).abs().max()) for n, gradient in gradients[0].items()]
+    return max(gaps), counts[4:]
+
+
+@pytest.mark.parametrize("case", ["plain", "tied", "ddp", "fsdp"])
+def test_steps_that_accumulate_may_average_once(workers: WorkerPool, case: str) -> None:
+    for gap, reductions in workers.run(f"{__name__}:run_without_sync", 4, 60.0, case=case):
+        assert gap < 1e-12
+        assert reductions == ([1] * 4 if case == "tied" else [0, 0, 0, 1])
+
+
+def sync_on_one_alone(group: Any) -> str:
+    """A worker's task: the error where one replica alone leaves the average out."""
+    mesh = mesh_of("dp", "pp")
+    with piped(mesh, model_of("plain")) as pipe:
+        pipe.step(X, target=Y)
+        alone = pipe.no_sync() if mesh.get_local_rank("dp") else nullcontext()
+        with alone, pytest.raises(AgreementError) as caught:
+            pipe.step(X, target=Y)
+        return str(caught.value)
+
+
+def test_replicas_average_together_or_not_at_all(workers: WorkerPool) -> None:
+    for text in workers.run(f"{__name__}:sync_on_one_alone", 4, 60.0):
+        assert "inside pipe.no_sync(), and others do not; enter it on every rank" in text
 
 
 FROZEN: dict[str, tuple[list[str], list[str]]] = {
