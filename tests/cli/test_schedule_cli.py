@@ -121,6 +121,7 @@ def test_compare_is_for_the_same_model(
         ("show gpipe -p 0", 2, "ranks=0: must be at least 1"),
         ("show gpipe -v 2", 2, "GPipe has one stage on each rank, not stages_per_rank=2"),
         ("show gpipe -m 1000000000", 2, "more than 10000000 actions; try smaller"),
+        ("show /etc/passwd", 2, "the name of a schedule file ends in .csv or .json"),
         ("show none.csv", 65, "none.csv: cannot be read: No such file"),
         ("show none.csv -p 2", 2, "--ranks is only for a named schedule"),
         ("show gpipe --svg /none/a.svg", 2, "/none/a.svg: cannot be written: No such"),

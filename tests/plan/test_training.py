@@ -82,6 +82,11 @@ def test_a_run_is_planned_by_the_command_or_by_itself(tmp_path: Path, capsys: Ca
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
     best = Plan.from_json(plan.read_text())
     assert (best.ranks, best.microbatches * best.shape.samples) == (2, 8)
+    # The search chooses the microbatches, so two samples need not fill the four of the file.
+    assert (
+        main(["plan", "--config", str(file), "--device", "h100", "--batch", "2", "--seconds", "0"])
+        == 0
+    )
 
     def losses(**changes: Any) -> tuple[float, ...]:
         out = str(tmp_path / f"run{len(list(tmp_path.iterdir()))}")

@@ -396,7 +396,8 @@ def leave_placeholder(tensor: Tensor, location: Location) -> Tensor:
     marks = {key: value for key, value in vars(tensor).items() if key not in vars(new)}
     tensor.__dict__, new.__dict__ = vars(new) | marks, vars(tensor)
     # torch.utils.swap_tensors refuses tensors with weak references, or that a graph has saved. Here both may
-    # keep what they have: the object, and the data. Of torch 2.13.
+    # keep what they have: the object, and the data. Of torch 2.13:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/__init__.py#L43
     torch._C._swap_tensor_impl(tensor, new)
     return tensor
 

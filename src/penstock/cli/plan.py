@@ -136,7 +136,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
             "ranks": count,
             "batch": batch,
             "sequence": sequence,
-            "microbatches": microbatches,
+            # The search chooses; the number in the file would only be checked against the batch.
+            "microbatches": microbatches or 1,
         }
         chosen = {name: value for name, value in flags.items() if value is not None}
         settings = train.resolve(chosen, config)

@@ -90,7 +90,7 @@ def _schedule_from(
 
 
 def _is_file(source: str) -> bool:
-    return Path(source).suffix.lower() in SUFFIXES
+    return os.sep in source or Path(source).suffix.lower() in SUFFIXES
 
 
 def _costs(forward: str, input: str, weight: str, backward: str | None, latency: float) -> ps.Costs:

@@ -96,9 +96,9 @@ class Pipeline:
             is one pipeline for each place in the other dimensions. Or a mesh of one dimension, or a process
             group. By default all processes.
         replicas: data parallelism: the pipelines that train the same weights on other data, as the name of a
-            dimension of ``mesh``, a process group of the ranks at the same place in each of them, or
-            :class:`penstock.Replicas`. They begin with the weights of the first, and gradients are averaged
-            over them.
+            dimension of ``mesh`` or a tuple of names, a process group of the ranks at the same place in each
+            of them, or :class:`penstock.Replicas`. They begin with the weights of the first, and gradients
+            are averaged over them.
         stages: the number of stages, the module paths to cut before, the paths of each stage's modules, or a
             Partition. By default as many as the schedule has, cut where the first batch shows.
         split: how arguments are split, by position or name: a dimension, or a :class:`penstock.Split` or

@@ -155,19 +155,21 @@ def make_equal(
         )
     if transport is not None:
         transport.activity.come("the weights of the first replica", sorted(beside))
-    begin_equal([stage.module for stage in stages], replicas.group)
+    begin_equal([stage.module for stage in stages], replicas.group, replicas.dims)
     if transport is not None:
         transport.activity.go_on()
 
 
 def check_spread(stages: Sequence[PipelineStage], job: Job, *, weighted: bool) -> None:
-    """Refuse wrappers that reduce gradients over processes other than the replicas.
+    """Refuse wrappers and sharded weights that reduce gradients over processes other than the replicas.
 
     ``weighted`` says whether the loss has weights.
     """
     replicas = job.replicas
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
+        if replicas.group is not None:
+            left_alone(stage.module, replicas.group, replicas.dims)
         for part in spread_parts(stage.module):
             ranks, how = part.ranks, part.how
             where = f"stage {stage.index}" + (f", module {part.path!r}," if part.path else "")
@@ -197,7 +199,8 @@ def check_shared(stages: Sequence[PipelineStage], shared: Sequence[Shared], job:
     replicas = job.replicas
     if replicas.group is None:
         return
-    plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
+    group, dims = replicas.group, replicas.dims
+    plain = {id(p) for stage in stages for p in left_alone(stage.module, group, dims)}
     rows = [
         [one.names[0], stage.index, id(tensor) in plain]
         for one in shared

@@ -681,6 +681,7 @@ class Runner:
                         partial(attrgetter("shared_context"), stage),
                         call.loss.replicas.group,
                         self.interpreter.activity,
+                        call.loss.replicas.dims,
                     )
                 of_stage.setdefault(index, []).append(average)
         if not of_stage:
