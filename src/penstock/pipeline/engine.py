@@ -294,9 +294,8 @@ class Engine:
             target = named.get(name, MISSING)
         return CallArguments(args, named, target, microbatches, same_batch)
 
-    @_in_turn
     def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
-        """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
+        """Run forward and backward of a batch in a :meth:`turn`; add gradients to the weights' ``.grad``."""
         started, number = perf_counter(), self.randomness.step
         seed = self._drawn_from(number)
         loss_weight, total_weight, accumulate, scaler, outputs, record = options
