@@ -318,7 +318,8 @@ class Runner:
             refusal = refusal or error
         digest = REFUSED if brought is None or refusal is not None else brought.digest
         replicas = Replicas() if call.loss is None or not call.trains else call.loss.replicas
-        learns, step = mark_of(self.stages.values(), replicas), self.interpreter.activity.step
+        learns = mark_of(self.stages.values(), replicas, averages=call.finalizes)
+        step = self.interpreter.activity.step
         head = Head(digest, sampled.mark, step, expected, learns, sums)
         return _Mine(head, brought, refusal, sampled, counts, scores)
 
