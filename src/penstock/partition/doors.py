@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
 from penstock._engine.rng import Draws
-from penstock.errors import PartitionError
 from penstock.partition.functions import may_draw
 from penstock.partition.names import left
 
@@ -95,34 +94,6 @@ def opened(
     finally:
         for door in doors:
             door.close()
-
-
-# ---- hooks, in a run without data
-
-
-def hooks_without_data(units: Sequence[nn.Module]) -> None:
-    """Let hooks of units that cannot run without data do nothing, and leave out those that gather weights.
-
-    Whoever calls this restores the hooks.
-    """
-    parts = {id(part): part for unit in units for part in unit.modules()}.values()
-    tables = [table for p in parts for table in (p._forward_pre_hooks, p._forward_hooks)]
-    for hooks, key, hook in [(table, key, hook) for table in tables for key, hook in table.items()]:
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
-            del hooks[key]
-        else:
-            hooks[key] = functools.partial(_try_hook, hook)
-
-
-def _try_hook(hook: Run, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return hook(*args, **kwargs)
-    except PartitionError:
-        raise
-    except Exception:
-        # It only looks at numbers, such as one that writes them to a file.
-        return None
 
 
 BETWEEN = ":between"
