@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from penstock.partition.doors import Seeded
 from penstock.partition.forward import Forward
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
 from penstock.partition.playing import Player
-from penstock.partition.recomputing import checkpointed
 from penstock.partition.score import Note, Score
 from penstock.stage import StageCall, StageModule
 
@@ -140,17 +138,8 @@ class CutStage(StageModule):
         self.training = cut.model.training
         self._loose = _fill(self, cut, index)
         cut.loose += self._loose
-        recomputed = {
-            path: partial(
-                checkpointed,
-                options={"use_reentrant": False},
-                unit=cut.tree.units[path],
-                name=path,
-            )
-            for path in cut.recomputes
-        }
         last = index == cut.stages - 1
-        self._player = Player(cut.tree, cut.homes, index, last=last, recomputed=recomputed)
+        self._player = Player(cut.tree, cut.homes, index, last=last, recomputes=cut.recomputes)
 
     def scores(
         self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any], Draws | None]]

@@ -39,9 +39,9 @@ from penstock.partition.names import (
     Operation,
     forget_operations,
     is_of_dynamo,
-    is_transformed,
     is_wrapped,
     left,
+    level_of_transforms,
     unwrapped,
     without_functions,
 )
@@ -154,7 +154,7 @@ class Writer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside or func in METADATA or func in self.tree.metadata:
             return func(*args, **kwargs)
-        if is_transformed() and any(map(is_wrapped, tensors_in((args, kwargs)))):
+        if level_of_transforms() is not None and any(map(is_wrapped, tensors_in((args, kwargs)))):
             inside = [unwrapped(tensor) for tensor in tensors_in((args, kwargs))]
             if not any(type(t) is FakeTensor or id(t) in self.numbers for t in inside):
                 return func(*args, **kwargs)  # of the arguments alone, as masks are
@@ -517,14 +517,13 @@ class Writer(TorchFunctionMode):
     def ended(self, output: Any) -> tuple[list[Note], Template, list[Any]]:
         """The lines, the template of the output, and what that leaves open."""
         given: list[Any] = []
-        reader = Reader(self.numbers.get, self._read_tensor, self.tree.fixed)
         if hasattr(type(output), "__next__"):
             kind, model = type(output).__name__, type(self.tree.model).__name__
             raise PartitionError(
                 f"the {model}'s forward{line_of(self.tree.model)} returns a {kind}, which would run after "
                 "the stages have ended; return a tuple or list of what it gives"
             )
-        return self.notes, reader.read(output, given), given
+        return self.notes, self._reader.read(output, given), given
 
     # ---- what cannot be written
 
