@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import PLAIN
-from penstock.partition.doors import Door
+from penstock.partition.interception import Interceptor
 from penstock.partition.kept import REGISTRIES
 from penstock.partition.names import FakeTensor, FakeTensorMode, without_modes
 from penstock.partition.score import Line
@@ -38,7 +38,7 @@ _DEEP, _LONG = 6, 1_000
 _PLAIN_SIZE = type("Plain", (), {}).__basicsize__
 """The size of objects that hold all that they hold in their dictionary."""
 _FORWARD, _COMPILED = "forward", "_compiled_call_impl"
-"""Attributes that a door sets. What was compiled runs as it was written."""
+"""Attributes that an interceptor sets. What was compiled runs as it was written."""
 _SKIPPED = REGISTRIES | {"training", _FORWARD, _COMPILED}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -290,7 +290,7 @@ def _inside(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, partial):
-        if isinstance(getattr(value.func, "__self__", None), Door):
+        if isinstance(getattr(value.func, "__self__", None), Interceptor):
             return list(value.args)
         return [value.func, value.args, value.keywords]
     inside = list(vars(value).items()) if hasattr(value, "__dict__") else []

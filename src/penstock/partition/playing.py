@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from penstock._engine.values import map_tensors
 from penstock.errors import PlanError
-from penstock.partition.doors import BETWEEN, Door, Run
 from penstock.partition.forward import Forward
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
+from penstock.partition.interception import BETWEEN, Interceptor, Run
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
@@ -280,18 +280,18 @@ class Live(Writer):
         args, kwargs = self.real((args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+    def unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
         """Answer for a unit; once numbers have decided, it must be one of this stage."""
         if not self._decided or self._inside:
-            return super().unit(door, run, args, kwargs)
-        if not self._player.has(door.path):
+            return super().unit(interceptor, run, args, kwargs)
+        if not self._player.has(interceptor.path):
             raise PlanError(
-                f"the model's code decides by numbers that units make to call {door.path}, which is in "
-                "another stage; put that code into a module that is placed as a whole, by naming it in "
-                "stages="
+                "the model's code decides by numbers that units make to call "
+                f"{interceptor.path}, which is in another stage; put that code into a module that is placed "
+                "as a whole, by naming it in stages="
             )
-        self._enter(door.path, self._calls[door.path])
-        self._calls[door.path] += 1
+        self._enter(interceptor.path, self._calls[interceptor.path])
+        self._calls[interceptor.path] += 1
         args, kwargs = self.real((args, kwargs))
         self._inside = True
         try:

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Answer, CallLook, filled, without_data
-from penstock.partition.doors import Run, alone_and_silent, reads_noted
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
+from penstock.partition.interception import Run, alone_and_silent, reads_noted
 from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.names import NEED_DATA, FakeTensor, without_modes
 from penstock.partition.score import Line
