@@ -7,6 +7,8 @@ themselves run in the pool of :class:`penstock.testing.WorkerPool`; only tests o
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import os
 import random
@@ -27,11 +29,44 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
+from penstock.testing import WorkerPool
+
 LIMIT = 110.0
 """Seconds until a job is killed and its test fails."""
 PORTS = 10_000, 32_000
 """Below those that Linux gives to connections, which would take a free one before a job listens there."""
 _free = iter(random.Random(os.getpid()).sample(range(*PORTS), 2_000))
+
+
+def in_processes(
+    count: int, seconds: float = 60.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test run as a whole in each of the pool's first workers, with their group as ``group``.
+
+    Its other arguments are the test's parameters, which must be JSON data, and fixtures that are paths. What
+    fails in one worker is shown as it failed there.
+
+    Args:
+        count: the number of workers.
+        seconds: the time that they have.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(workers: WorkerPool | None = None, group: Any = None, **arguments: Any) -> None:
+            if workers is None:
+                given = {n: Path(v) if n == "tmp_path" else v for n, v in arguments.items()}
+                test(group, **given)
+            else:
+                sent = {n: str(v) if isinstance(v, Path) else v for n, v in arguments.items()}
+                workers.run(f"{test.__module__}:{test.__name__}", count, seconds, **sent)
+
+        _, *more = inspect.signature(test).parameters.values()
+        pool = inspect.Parameter("workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([pool, *more])  # type: ignore[attr-defined] # for pytest
+        return run
+
+    return decorate
 
 
 def free_port() -> int:

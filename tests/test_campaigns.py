@@ -80,8 +80,24 @@ def test_each_mutant_has_its_place_and_its_tests() -> None:
     listed = mutants.listed()
     assert mutants.outdated(listed) == []
     assert len({mutant["what"] for mutant in listed}) == len(listed)
-    gone = {**listed[0], "old": "no such text", "tests": "tests/no_such_file.py"}
-    assert len(mutants.outdated([gone])) == 2
+    tests = "tests/no_such_file.py tests/test_campaigns.py::test_that_is_gone"
+    assert len(mutants.outdated([{**listed[0], "old": "no such text", "tests": tests}])) == 3
+
+
+@pytest.mark.parametrize(
+    ("new", "verdict"),
+    [("2", "caught"), ("1 * 1", "survived"), ("__import__('time').sleep(60)", "timed out")],
+)
+def test_a_mutant_is_caught_by_tests_that_fail_and_not_by_time(
+    tmp_path: Path, new: str, verdict: str
+) -> None:
+    test = tmp_path / "test_one.py"
+    test.write_text("def test_one():\n    assert ONE == 1\n\n\nONE = 1\n", encoding="utf-8")
+    mutant = {"file": test.name, "old": "ONE = 1\n", "new": f"ONE = {new}\n", "tests": test.name}
+    limit = 0.5 if verdict == "timed out" else 60.0
+    (row,) = mutants.planted("one", mutant, tmp_path, limit)
+    assert row.verdict == verdict
+    assert "ONE = 1\n" in test.read_text(encoding="utf-8")
 
 
 def test_the_zoo_judges_a_model_by_its_plain_loop() -> None:

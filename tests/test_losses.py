@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from penstock import Loss, Pipeline
 from penstock.errors import UsageError
 from penstock.losses import ChunkedHead, chunked_cross_entropy, cross_entropy, use_chunked_loss
-from penstock.testing import Case, WorkerPool, compare, plain_loop
+from penstock.testing import Case, compare, plain_loop
+from tests.processes import in_processes
 
 WORDS = 50
 TOKENS = torch.arange(40).view(8, 5) * 7 % WORDS
@@ -184,15 +185,17 @@ def test_a_loss_in_the_models_own_forward(tied: bool, kind: type[Language]) -> N
     assert_same(pipe, gradients)
 
 
-def trains(group: Any, tied: bool) -> None:
-    """A worker's task."""
-    weighted = Loss(cross_entropy, weight=lambda labels: (labels != -100).sum())
-    case = Case(chunked(tied=tied), (TOKENS,), LABELS, weighted)
+@pytest.mark.parametrize("tied", [False, True])
+@in_processes(2)
+def test_several_processes(group: Any, tied: bool) -> None:
+    case = Case(chunked(tied=tied), (TOKENS,), LABELS, LOSS)
     compare(case, schedule="ZB-H1", ranks=2, microbatches=4, mesh=group).check(1e-12)
 
 
-def trains_sharded(group: Any, outside: bool) -> float:
-    """A worker's task: two replicas of two stages, sharded by FSDP; the largest gap to one process."""
+@pytest.mark.parametrize("outside", [False, True])
+@in_processes(4)
+def test_a_head_that_is_sharded(group: Any, outside: bool) -> None:
+    """By FSDP, over two replicas of two stages; the loss may be in the forward, or outside of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
 
@@ -210,18 +213,8 @@ def trains_sharded(group: Any, outside: bool) -> float:
     pipe.step(*args, target=labels)
     _, gradients = whole()
     here: list[Any] = [(n, p.grad) for n, p in pipe.weights.here.named_parameters()]
-    return max(float((grad.full_tensor() - gradients[name]).abs().max()) for name, grad in here)
-
-
-def test_several_processes(workers: WorkerPool) -> None:
-    for tied in (False, True):
-        workers.run(f"{__name__}:trains", 2, tied=tied)
-
-
-def test_a_head_that_is_sharded(workers: WorkerPool) -> None:
-    """The loss may be in the forward, or outside of it."""
-    for outside in (False, True):
-        assert max(workers.run(f"{__name__}:trains_sharded", 4, outside=outside)) < 1e-12
+    for name, grad in here:
+        torch.testing.assert_close(grad.full_tensor(), gradients[name], rtol=0, atol=1e-12)
 
 
 # ---- models of transformers

@@ -20,6 +20,7 @@ from penstock.backward import SplitBackward, search
 from penstock.errors import StageError, UsageError
 from tests.backward.graphs import Stage, linear, rerun, weight, x
 from tests.backward.probes import Probe
+from tests.catalogue.making import Does
 from tests.catalogue.models import Attention
 
 Run = Callable[[Any, Tensor], Any]
@@ -308,25 +309,18 @@ def test_an_input_that_changes_between_the_halves_is_an_error() -> None:
         split.weight_half(pending)
 
 
-class Scaled(nn.Module):
+def scales(m: Any, value: Tensor) -> Tensor:
     """Multiplies by a buffer, which it then changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(6).double())
-
-    def forward(self, value: Tensor) -> Any:
-        scale: Any = self.scale
-        result = value * scale
-        scale.mul_(2)
-        return result
+    result: Tensor = value * m.scale
+    m.scale.mul_(2)
+    return result
 
 
 def test_a_tensor_that_changes_before_backward_is_named() -> None:
-    model, value = nn.Sequential(linear(), Scaled()), x()
+    model, value = nn.Sequential(linear(), Does(scales, scale=torch.ones(6).double())), x()
     # A buffer of the same type and shape, but as forward left it, is not blamed.
     model[0].register_buffer("other", torch.ones(6).double())
-    with pytest.raises(UsageError, match=r"needs 1\.scale \(Scaled\) as forward left it"):
+    with pytest.raises(UsageError, match=r"needs 1\.scale \(Does\) as forward left it"):
         SplitBackward(model).full(model(value).sum(), None, [value])
     output = model[0](value).exp()
     output.mul_(2)

@@ -193,6 +193,12 @@ LANGUAGE: dict[str, Callable[[], Case]] = {
     "dropout, recomputed": partial(ragged, drop=0.3, recompute=True),
     "ragged": ragged,
     "tokens that count": partial(language, target=RAGGED_NEXT, loss_fn=BY_TOKENS),
+    "a mean over tokens": partial(
+        language, target=RAGGED_NEXT, loss_fn=Loss(token_loss, over="tokens")
+    ),
+    "a sum over tokens": partial(
+        language, target=RAGGED_NEXT, loss_fn=Loss(token_sum, reduction="sum", over="tokens")
+    ),
     "ragged, some count": some_count,
     "added losses": partial(ragged, adds="balance"),
     "added losses, recomputed": partial(ragged, adds="balance", recompute=True),

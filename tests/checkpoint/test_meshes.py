@@ -22,6 +22,7 @@ from penstock.plan.meter import Meter
 from penstock.testing import WorkerPool
 from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, linear, resumed, saved, stepped
 from tests.parallel.bodies import mesh_of
+from tests.processes import in_processes
 
 LIMIT = 2e-6
 
@@ -69,8 +70,9 @@ def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> N
     assert resumed(folder, "ZB-V", 4) == pytest.approx(expected, abs=LIMIT)
 
 
-def saved_weights(group: Any, folder: str) -> tuple[bool, int]:
-    """A worker's task: save weights of sharded stages; whether this process wrote, and the memory it took."""
+@in_processes(4)
+def test_only_who_writes_holds_the_weights_of_a_sharded_stage(group: Any, tmp_path: Path) -> None:
+    """Four weights of 16 KiB a stage, of which each process has a half."""
     mesh = mesh_of("dp", "pp")
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
@@ -80,16 +82,8 @@ def saved_weights(group: Any, folder: str) -> tuple[bool, int]:
     with Pipeline(model, ranks=2, mesh=mesh, wrap=wrap) as pipe:
         pipe.cut(torch.zeros(2, 64))
         with Meter() as meter:
-            pipe.weights.save(folder)
-        return mesh.get_local_rank("dp") == 0, meter.peak
-
-
-def test_only_who_writes_holds_the_weights_of_a_sharded_stage(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
-    """Four weights of 16 KiB a stage, of which each process has a half."""
-    for writes, most in workers.run(f"{__name__}:saved_weights", 4, folder=str(tmp_path)):
-        assert writes or most < 3 * 2**14
+            pipe.weights.save(tmp_path)
+        assert mesh.get_local_rank("dp") == 0 or meter.peak < 3 * 2**14
 
 
 class Differs(Keeps):
@@ -154,14 +148,15 @@ def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path:
     assert list(tmp_path.glob(".writing*")) == []
 
 
-def full_beside(group: Any, folder: str) -> list[str]:
-    """A worker's task: one rank's disk is full while the training goes on; then it is not any more."""
+@in_processes(2)
+def test_a_failure_beside_the_training_is_an_error_on_all(group: Any, tmp_path: Path) -> None:
+    """One rank's disk is full while the training goes on; then it is not any more."""
     run, fsync, outcomes = Run("1F1B", 2, group), os.fsync, []
 
     def full(handle: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with Checkpoints(folder, asynchronous=True) as checkpoints:
+    with Checkpoints(tmp_path, asynchronous=True) as checkpoints:
         for step in range(1, 4):
             os.fsync = cast("Any", full if step == 2 and group.rank() == 1 else fsync)
             run.train(1)
@@ -169,21 +164,18 @@ def full_beside(group: Any, folder: str) -> list[str]:
             outcomes.append(outcome(checkpoints.wait))
             os.fsync = fsync
     run.close()
-    return outcomes
-
-
-def test_a_failure_beside_the_training_is_an_error_on_all(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
-    first, second = workers.run(f"{__name__}:full_beside", 2, 60.0, folder=str(tmp_path))
-    assert first[::2] == second[::2] == ["", ""]
-    assert "rank 1 cannot save: " in first[1]
-    assert all("No space left on device" in one[1] for one in (first, second))
+    first, failed, last = outcomes
+    assert (first, last) == ("", "")
+    assert "No space left on device" in failed
+    assert group.rank() == 1 or "rank 1 cannot save: " in failed
     assert {*os.listdir(tmp_path)} == {"step-00000001", "step-00000003"}
 
 
-def slow_beside(group: Any, folder: str) -> str:
-    """A worker's task: all wait while one rank writes for longer than a rank may make no progress."""
+@in_processes(2)
+def test_a_rank_that_writes_slowly_beside_the_training_is_not_silent(
+    group: Any, tmp_path: Path
+) -> None:
+    """All wait while it writes for longer than a rank may make no progress."""
     model, fsync = nn.Sequential(linear(), nn.Linear(2, 2)), os.fsync
 
     def slowly(handle: Any) -> None:
@@ -192,20 +184,14 @@ def slow_beside(group: Any, folder: str) -> str:
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        Checkpoints(folder, asynchronous=True) as checkpoints,
+        Checkpoints(tmp_path, asynchronous=True) as checkpoints,
         Pipeline(model, ranks=2, mesh=group, timeout=1.0) as pipe,
     ):
         pipe.cut(torch.ones(2, 3))
         if pipe.rank == 1:
             patch.setattr(os, "fsync", slowly)
         checkpoints.save(1, pipe=pipe)
-        return outcome(checkpoints.wait)
-
-
-def test_a_rank_that_writes_slowly_beside_the_training_is_not_silent(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
-    assert workers.run(f"{__name__}:slow_beside", 2, 60.0, folder=str(tmp_path)) == ["", ""]
+        checkpoints.wait()
     assert Checkpoints(tmp_path).steps() == [1]
 
 
@@ -228,22 +214,19 @@ def test_a_call_on_one_rank_alone(workers: WorkerPool, tmp_path: Path) -> None:
     assert list(tmp_path.glob("[!.]*")) == []
 
 
-def by_hand(group: Any, folder: str, saved_one: str) -> list[str]:
-    """A worker's task: two ranks whose stages call their weights alike, which are not the same ones."""
+@in_processes(2)
+def test_different_weights_of_one_name_on_two_ranks(group: Any, tmp_path: Path) -> None:
+    """Of stages that call their weights alike, which are not the same ones."""
     stage = PipelineStage(nn.Sequential(nn.Linear(3, 3)), group.rank(), 2)
     with Pipeline.from_stages([stage], schedule="GPipe", mesh=group) as pipe:
+        torch.manual_seed(0)
+        with Checkpoints(tmp_path / "one", group=group) as checkpoints:
+            checkpoints.save(1, model=nn.Sequential(nn.Linear(3, 3)))
         optimizer = torch.optim.SGD(pipe.parameters())
-        return [
-            outcome(Checkpoints(folder).save, 1, pipe=pipe),
-            outcome(Checkpoints(saved_one).load, pipe=pipe),
-            outcome(pipe.weights.optimizer_state_dict, optimizer, full=True),
-        ]
-
-
-def test_different_weights_of_one_name_on_two_ranks(workers: WorkerPool, tmp_path: Path) -> None:
-    one = tmp_path / "one"
-    Checkpoints(one).save(1, model=nn.Sequential(nn.Linear(3, 3)))
-    folders = {"folder": str(tmp_path / "two"), "saved_one": str(one)}
-    for outcomes in workers.run(f"{__name__}:by_hand", 2, 60.0, **folders):
-        assert len(outcomes) == 3
-        assert all("several stages have weights named 0." in text for text in outcomes)
+        for call in (
+            lambda: Checkpoints(tmp_path / "two").save(1, pipe=pipe),
+            lambda: Checkpoints(tmp_path / "one").load(pipe=pipe),
+            lambda: pipe.weights.optimizer_state_dict(optimizer, full=True),
+        ):
+            with pytest.raises(PenstockError, match=r"several stages have weights named 0\."):
+                call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from penstock.errors import StateDictError
-from penstock.testing import WorkerPool
 from tests.checkpoint.runs import AFTER, BEFORE, Run
+from tests.processes import in_processes
 
 
 def reference() -> tuple[Run, list[float]]:
@@ -55,70 +56,50 @@ def test_states_by_name_from_the_unsplit_model_and_back() -> None:
         assert torch.equal(state["exp_avg"], there["exp_avg"])
 
 
-def whole_between_processes(group: Any, path: str) -> list[Any]:
-    """A worker's task: from two ranks to rank 0 and a file, and from the file to all ranks."""
-    source, expected = reference()
+@in_processes(2)
+def test_states_by_name_between_processes(group: Any, tmp_path: Path) -> None:
+    """From two ranks to rank 0 and a file, and from the file to all ranks."""
+    (source, losses), path = reference(), tmp_path / "state.pt"
+    expected = pytest.approx(losses, abs=2e-6)
     run = Run("1F1B", 2, group)
     assert run.pipe is not None
     run.train(BEFORE)
     state = run.pipe.weights.optimizer_state_dict(run.optimizer, full=True)
+    assert len(state.get("state", ())) == (0 if group.rank() else 33)
     if run.pipe.is_main_process:
         torch.save(state, path)
-    after = run.train(AFTER)
+    assert run.train(AFTER) == expected
     run.pipe.job.meet(lambda: None)
     other = Run("1F1B", 2, group)
     assert other.pipe is not None
     other.pipe.weights.load_optimizer_state_dict(other.optimizer, torch.load(path))
-    resumed = go_on(other, source)
-    refused = ""
-    try:
+    assert go_on(other, source) == expected
+    says = r'do not fit, and none were loaded.*"1.mix.weight".*"8.mix.weight"'
+    with pytest.raises(StateDictError, match=f"(?s){says}"):
         other.pipe.weights.load_optimizer_state_dict(
             other.optimizer, {"state": {}, "param_groups": []}
         )
-    except StateDictError as error:
-        refused = str(error)
     run.close()
     other.close()
-    return [len(state.get("state", ())), expected, after, resumed, refused]
 
 
-def test_states_by_name_between_processes(workers: WorkerPool, tmp_path: Path) -> None:
-    path = str(tmp_path / "state.pt")
-    first, second = workers.run(f"{__name__}:whole_between_processes", 2, path=path)
-    assert (first[0], second[0]) == (33, 0)
-    for _, expected, after, resumed, refused in (first, second):
-        assert after == pytest.approx(expected, abs=2e-6)
-        assert resumed == pytest.approx(expected, abs=2e-6)
-        assert "the optimizer's states do not fit, and none were loaded" in refused
-        assert '"8.mix.weight"' in refused
-        assert '"1.mix.weight"' in refused
-
-
-def one_for_all(group: Any, path: str) -> str:
-    """A worker's task: the leader's own state dict, loaded by everyone."""
+@in_processes(2)
+def test_one_ranks_own_state_dict_on_another(group: Any, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
     run, other = Run("1F1B", 2, group), Run("1F1B", 2, group)
     assert run.pipe is not None
     run.train(BEFORE)
     if run.pipe.is_main_process:
         torch.save(run.optimizer.state_dict(), path)
     run.pipe.job.meet(lambda: None)
-    try:
-        other.optimizer.load_state_dict(torch.load(path))
+    other.optimizer.load_state_dict(torch.load(path))
+    says = (
+        "was given the state of another one: it keeps values for '1.mix.weight', which.*Checkpoints"
+    )
+    with pytest.raises(StateDictError, match=says) if group.rank() else nullcontext():
         other.train(1)
-    except StateDictError as error:
-        return str(error)
-    finally:
-        run.close()
-        other.close()
-    return "nothing was said"
-
-
-def test_one_ranks_own_state_dict_on_another(workers: WorkerPool, tmp_path: Path) -> None:
-    path = str(tmp_path / "state.pt")
-    first, second = workers.run(f"{__name__}:one_for_all", 2, path=path)
-    assert first == "nothing was said"
-    assert "was given the state of another one: it keeps values for '1.mix.weight', which" in second
-    assert "penstock.Checkpoints" in second
+    run.close()
+    other.close()
 
 
 def test_positions_are_refused_and_what_fits_is_not() -> None:

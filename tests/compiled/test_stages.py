@@ -21,6 +21,7 @@ from penstock.backward import PendingGradients, SplitBackward
 from penstock.errors import StageError, UsageError
 from penstock.testing import Case, Verdict, judge
 from tests.backward.graphs import GRAPHS, judged, of, rerun, x
+from tests.catalogue.making import Does
 from tests.catalogue.models import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -136,24 +137,22 @@ def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) ->
     assert set(waiting) == {4}
 
 
-class Loops(nn.Module):
-    """A model with a forward of its own, which is cut by its calls."""
+def in_turn(m: Any, value: Tensor) -> Tensor:
+    """A forward of a model's own, which is cut by its calls."""
+    value = m.start(value).tanh()
+    for block in m.blocks:
+        value = block(value)
+    return value
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.start, self.blocks = linear(), nn.ModuleList(Dropping() for _ in range(4))
 
-    def forward(self, value: Tensor) -> Any:
-        value = self.start(value).tanh()
-        for block in self.blocks:
-            value = block(value)
-        return value
+def looping() -> Any:
+    torch.manual_seed(0)
+    return Does(in_turn, start=linear(), blocks=[Dropping() for _ in range(4)])
 
 
 def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: list[int]) -> None:
-    model, before = Loops(), names.graphs_compiled()
-    trained(model, Loops(), compile=PLAIN)
+    model, before = looping(), names.graphs_compiled()
+    trained(model, looping(), compile=PLAIN)
     # Blocks whose input needs a gradient, all of which do; the single layer runs as it is.
     assert names.graphs_compiled() - before == 1
     assert waiting.count(4) == 2 * 4 * 4
@@ -255,28 +254,23 @@ class Reruns(Block):
         return rerun(super().forward, value)
 
 
-class Around(nn.Module):
+def compiled_block() -> Block:
+    block = Block()
+    block.compile(backend="aot_eager")
+    return block
+
+
+def around() -> nn.Module:
     """A checkpoint around what is compiled, which is compiled in any case."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.block.compile(backend="aot_eager")
-
-    def forward(self, value: Tensor) -> Any:
-        return rerun(self.block, value)
+    return Does(lambda m, value: rerun(m.block, value), block=compiled_block())
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """Uses weights inside and outside of what is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), Block()
-        self.second.compile(backend="aot_eager")
-
-    def forward(self, value: Tensor) -> Any:
-        return self.second(self.first(value)) @ self.second.up.weight + self.first.bias
+    return Does(
+        lambda m, value: m.second(m.first(value)) @ m.second.up.weight + m.first.bias,
+        first=linear(), second=compiled_block(),
+    )  # fmt: skip
 
 
 class Autocast(Block):
@@ -290,7 +284,7 @@ class Autocast(Block):
     [
         (Breaks, [2, 2], PLAIN),
         (Remembers, [4], PLAIN),
-        (Tied, [1, 1, 4], None),
+        (tied, [1, 1, 4], None),
         *(
             pytest.param(*row, marks=pytest.mark.nightly)
             for row in [
@@ -299,7 +293,7 @@ class Autocast(Block):
                 (Twin, [3], PLAIN),
                 (Frozen, [2], PLAIN),
                 (Reruns, [4], PLAIN),
-                (Around, [4], None),
+                (around, [4], None),
                 (Autocast, [4], PLAIN),
             ]
         ),
@@ -453,18 +447,12 @@ def test_what_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) 
     assert logged.text.count("stage 0: torch.compile cannot capture any of it") == 1
 
 
-class Scaled(nn.Module):
+def scales(m: Any, x: Tensor) -> Tensor:
     """Code between its units gives them tensors of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = x.abs().amax(-1, keepdim=True)
-        for block in self.blocks:
-            x = block(x * scale)
-        return x
+    scale = x.abs().amax(-1, keepdim=True)
+    for block in m.blocks:
+        x = block(x * scale)
+    return x
 
 
 def test_a_unit_that_a_compiler_refuses_leaves_no_traces(logged: pytest.LogCaptureFixture) -> None:
@@ -477,7 +465,7 @@ def test_a_unit_that_a_compiler_refuses_leaves_no_traces(logged: pytest.LogCaptu
             raise RuntimeError("one graph is enough")
         return graph.forward
 
-    model = Scaled()
+    model: Any = Does(scales, blocks=[Block() for _ in range(3)])
     model.blocks[1].append = linear()  # another kind of unit
     case = Case(model, (batch()[0],), batch()[0], functional.mse_loss)
     pipe = Pipeline(
@@ -500,23 +488,18 @@ def test_single_layers_are_not_compiled_and_it_is_said(logged: pytest.LogCapture
     assert logged.text.count("nothing of stage 1 is compiled, as it has single layers") == 1
 
 
-class Twice(nn.Module):
+def twice(m: Any, value: Tensor) -> Tensor:
     """Differentiates through its own gradient, adds a loss, and counts its calls in a buffer."""
+    m.calls += 1
+    energy = functional.dropout(m.layer(value).tanh(), 0.5).square().sum()
+    add_loss("energy", energy, 0.1)
+    torch._dynamo.graph_break()
+    (force,) = torch.autograd.grad(energy, value, create_graph=True)
+    return force
 
-    calls: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, value: Tensor) -> Any:
-        self.calls += 1
-        energy = functional.dropout(self.layer(value).tanh(), 0.5).square().sum()
-        add_loss("energy", energy, 0.1)
-        torch._dynamo.graph_break()
-        (force,) = torch.autograd.grad(energy, value, create_graph=True)
-        return force
+def differentiating() -> nn.Module:
+    return Does(twice, layer=linear(), calls=torch.zeros(()))
 
 
 def raises(*_: Any) -> Any:
@@ -526,7 +509,7 @@ def raises(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "how", "says"),
     [
-        (Twice, PLAIN, "it differentiates twice through compiled code"),
+        (differentiating, PLAIN, "it differentiates twice through compiled code"),
         (Remembers, {"backend": raises}, "out of order"),
     ],
 )
@@ -550,8 +533,8 @@ def test_what_fails_compiled_is_undone_and_runs_without(
 def test_a_compiler_that_fails_is_done_without_in_a_pipeline(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    model = Loops()
-    trained(model, Loops(), compile={"backend": raises})
+    model = looping()
+    trained(model, looping(), compile={"backend": raises})
     assert "it runs without compilation" in logged.text
     assert model.blocks[0]._compiled_call_impl is None
     stage = PipelineStage(Block(), 0, 1, compile={"backend": raises, "fullgraph": True})

@@ -124,7 +124,10 @@ def train():
             pipe.on("*F1", before=lambda event: [].pop())
         pipe.step(x, target=x)
     if pipe.rank == 1:
-        raise KeyError("the cause")
+        # An error that was raised again, so that its causes run in a circle.
+        error, around = KeyError("the cause"), RuntimeError()
+        error.__context__, around.__cause__ = around, error
+        raise error
 
 try:
     train()

@@ -33,6 +33,7 @@ from tests.pipeline.models import (
     mean_loss,
     restless,
 )
+from tests.processes import in_processes
 
 LOOPS: dict[str, Callable[[Any, Tensor], Any]] = {
     "two forwards": lambda loss, x: (loss(x) + loss(x * 2)).backward(),
@@ -78,13 +79,10 @@ def test_gradients_are_those_of_the_plain_loop(loop: str, schedule: str) -> None
     assert gap(loop, schedule=schedule) < 1e-12
 
 
-def gaps(group: Any) -> dict[str, float]:
-    return {name: gap(name, mesh=group, ranks=3) for name in LOOPS}
-
-
-def test_processes_train_together(workers: WorkerPool) -> None:
-    for found in workers.run(f"{__name__}:gaps", 3, 30.0):
-        assert max(found.values()) < 1e-12, found
+@in_processes(3)
+def test_processes_train_together(group: Any) -> None:
+    for name in LOOPS:
+        assert gap(name, mesh=group, ranks=3) < 1e-12, name
 
 
 def clashing() -> nn.Module:
@@ -328,36 +326,24 @@ def test_scaled_gradients_in_float16_do_not_vanish() -> None:
 # ---- between processes
 
 
-def keep_weights(group: Any) -> Any:
-    model = as_module(mesh=group, ranks=2)
+@in_processes(2)
+def test_a_state_dict_names_all_weights_and_no_file_has_holes(group: Any) -> None:
+    model, plain = as_module(mesh=group, ranks=2), chain().state_dict()
     state = model.state_dict()
+    assert list(state) == list(plain)
     kept = copy.deepcopy(state)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     model.load_state_dict(kept)
-    found = {name: t.tolist() for name, t in model.state_dict().items() if not is_placeholder(t)}
-    texts = []
+    found = {name: t for name, t in model.state_dict().items() if not is_placeholder(t)}
+    assert 0 < len(found) < len(plain)
+    assert_same(found, {name: plain[name] for name in found})
+    mine, others = model.pipe.job.meet(lambda: list(found))
+    assert {*mine, *others} == plain.keys()
     for save in (lambda: torch.save(state, io.BytesIO()), lambda: save_file(state)):
-        try:
+        with pytest.raises(UsageError, match=r"pipe.weights.state_dict\(full=True\)"):
             save()
-        except UsageError as error:
-            texts.append(str(error))
-    return list(state), found, texts
-
-
-def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPool) -> None:
-    plain = chain()
-    seen: dict[str, Any] = {}
-    for names, found, texts in workers.run(f"{__name__}:keep_weights", 2, 30.0):
-        assert names == list(plain.state_dict())
-        assert 0 < len(found) < len(names)
-        seen |= found
-        assert len(texts) == 2
-        assert all("pipe.weights.state_dict(full=True)" in text for text in texts)
-    assert_same(
-        {name: torch.tensor(t, dtype=X.dtype) for name, t in seen.items()}, plain.state_dict()
-    )
 
 
 def skips() -> nn.Module:
@@ -421,11 +407,6 @@ BEHIND: dict[str, tuple[Any, bool, Any]] = {
 """The loop; whether the model in front is a pipeline, or copied on each rank; and what the one behind is."""
 
 
-def train_behind(group: Any) -> dict[str, float]:
-    """A worker's task: the gaps between weights here and those of the plain loop, after two steps."""
-    return {name: gap_behind(group, *case) for name, case in BEHIND.items()}
-
-
 def gap_behind(group: Any, loop: Any, cut: bool, kind: Any) -> float:
     loss_fn = mean_loss if loop in (follow_with_loss, make_targets) else None
     front: nn.Module = chain(2)
@@ -454,28 +435,23 @@ def gap_behind(group: Any, loop: Any, cut: bool, kind: Any) -> float:
     )
 
 
-def test_gradients_flow_through_inputs_on_every_rank(workers: WorkerPool) -> None:
-    for gaps in workers.run(f"{__name__}:train_behind", 2, 60.0):
-        assert max(gaps.values()) < 1e-12, gaps
+@in_processes(2)
+def test_gradients_flow_through_inputs_on_every_rank(group: Any) -> None:
+    """The weights here are those of the plain loop, after two steps."""
+    for name, case in BEHIND.items():
+        assert gap_behind(group, *case) < 1e-12, name
 
 
-def share_inputs(group: Any) -> tuple[bool | None, str]:
-    """A worker's task: two of three ranks have a batch that requires grad; then one has it without."""
+@in_processes(3)
+def test_ranks_with_a_batch_have_the_gradients_of_all(group: Any) -> None:
+    """Two of three ranks have a batch that requires grad; then one has it without."""
     pipe, plain, rank = make(mesh=group, ranks=3), chain(), dist.get_rank(group)
     x, z = X.clone().requires_grad_(), X.clone().requires_grad_()
     pipe.step(*([] if rank == 1 else [x]), target=Y)
     mean_loss(plain(z), Y).backward()
-    with pytest.raises(AgreementError) as caught:
+    with pytest.raises(AgreementError, match="that requires grad on rank 0 and"):
         pipe.step(x.detach() if rank == 1 else x, target=Y)
-    assert z.grad is not None
-    same = None if x.grad is None else torch.allclose(x.grad, z.grad, atol=1e-12)
-    return same, str(caught.value)
-
-
-def test_ranks_with_a_batch_have_the_gradients_of_all(workers: WorkerPool) -> None:
-    ran = workers.run(f"{__name__}:share_inputs", 3, 30.0)
-    assert [same for same, _ in ran] == [True, None, True]
-    assert all("that requires grad on rank 0 and" in text for _, text in ran)
+    torch.testing.assert_close(x.grad, None if rank == 1 else z.grad)
 
 
 def shifted() -> nn.Module:
@@ -483,8 +459,9 @@ def shifted() -> nn.Module:
     return Does(lambda m, x, *, scale, shift, spare: m.chain(x * scale) + shift, chain=chain(2))
 
 
-def name_arguments(group: Any) -> list[bool]:
-    """A worker's task: each rank names the arguments in an order of its own."""
+@in_processes(2)
+def test_arguments_that_are_named_in_any_order_get_their_own_gradients(group: Any) -> None:
+    """Each rank names them in an order of its own."""
     names = ["scale", "shift", "spare"]
     named, of_plain = (
         {name: X.sin().add(place).requires_grad_() for place, name in enumerate(names)}
@@ -494,12 +471,8 @@ def name_arguments(group: Any) -> list[bool]:
     inputs: dict[str, Any] = {name: named[name] for name in order}
     make(shifted(), mesh=group, ranks=2).step(X, target=Y, **inputs)
     mean_loss(shifted()(X, **of_plain), Y).backward()
-    pairs = [(named[name].grad, of_plain[name].grad) for name in names]
-    return [a is b if a is None or b is None else torch.allclose(a, b) for a, b in pairs]
-
-
-def test_arguments_that_are_named_in_any_order_get_their_own_gradients(workers: WorkerPool) -> None:
-    assert workers.run(f"{__name__}:name_arguments", 2, 30.0) == [[True] * 3] * 2
+    for name in names:
+        torch.testing.assert_close(named[name].grad, of_plain[name].grad)
 
 
 def clip(model: Any, with_loss: bool) -> list[float]:
@@ -515,15 +488,11 @@ def clip(model: Any, with_loss: bool) -> list[float]:
     return norms
 
 
-def clip_both(group: Any) -> list[list[float]]:
-    losses = {True: mean_loss, False: None}
-    return [clip(as_module(mesh=group, loss_fn=fn), has) for has, fn in losses.items()]
-
-
-def test_gradients_emptied_before_backward_are_clipped_whole(workers: WorkerPool) -> None:
-    norms = clip(chain(), with_loss=False)
-    for both in workers.run(f"{__name__}:clip_both", 2, 30.0):
-        assert both == [pytest.approx(norms, rel=1e-9)] * 2
+@in_processes(2)
+def test_gradients_emptied_before_backward_are_clipped_whole(group: Any) -> None:
+    norms = pytest.approx(clip(chain(), with_loss=False), rel=1e-9)
+    for loss_fn in (mean_loss, None):
+        assert clip(as_module(mesh=group, loss_fn=loss_fn), loss_fn is not None) == norms
 
 
 def alone(group: Any, then: str) -> str:
@@ -559,30 +528,18 @@ def test_it_is_named_to_a_rank_in_a_collective_of_its_own(workers: WorkerPool) -
         workers.run(f"{__name__}:alone", 2, 30.0, then="waits in a collective")
 
 
-def differ(group: Any) -> list[str]:
+@in_processes(2)
+def test_wrong_use_is_named_on_every_rank(group: Any) -> None:
     model = as_module(mesh=group, ranks=2)
     model(X, target=Y)
-    texts = []
     for trains in (True, False):
         model.train(trains)
-        try:
+        with pytest.raises(AgreementError, match="different batches"):
             model(X + group.rank(), target=Y)
-        except AgreementError as error:
-            texts.append(str(error))
     # Nothing was sent or changed.
     model(X, target=Y)
-    try:
+    with pytest.raises(UsageError, match="DistributedDataParallel around a PipelineModule"):
         DistributedDataParallel(model, process_group=group)
-    except UsageError as error:
-        texts.append(str(error))
-    return texts
-
-
-def test_wrong_use_is_named_on_every_rank(workers: WorkerPool) -> None:
-    for step, evaluation, wrapped in workers.run(f"{__name__}:differ", 2, 30.0):
-        assert "different batches" in step
-        assert step == evaluation
-        assert "DistributedDataParallel around a PipelineModule" in wrapped
 
 
 def two() -> nn.Module:
@@ -600,7 +557,8 @@ def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
     return output[0].float().sum() * 1e-6 + output[1].float().sum()
 
 
-def overflow(group: Any) -> Any:
+@in_processes(2)
+def test_all_ranks_skip_a_step_that_is_infinite_on_one(group: Any) -> None:
     options: Any = {"microbatches": 1, "loss_fn": overflowing}
     pipe = make(two(), mesh=group, **options)
     pipe.cut(torch.ones(2, 8))
@@ -619,15 +577,12 @@ def overflow(group: Any) -> Any:
         optimizer.zero_grad()
         moved = not all(map(torch.equal, held, before))
         rows.append([float(scaler.get_scale()), moved])
-    return rows
+    assert rows == [[2.0**15, False], [2.0**14, False], [2.0**14, True]]
 
 
-def test_all_ranks_skip_a_step_that_is_infinite_on_one(workers: WorkerPool) -> None:
-    for rows in workers.run(f"{__name__}:overflow", 2, 30.0):
-        assert rows == [[2.0**15, False], [2.0**14, False], [2.0**14, True]]
-
-
-def replicate(group: Any, views: bool) -> Any:
+@pytest.mark.parametrize("views", [pytest.param(False, marks=pytest.mark.nightly), True])
+@in_processes(4)
+def test_replicas_wrapped_by_ddp(group: Any, views: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
 
     def wrap(module: nn.Module, stage: int) -> nn.Module:
@@ -643,21 +598,12 @@ def replicate(group: Any, views: bool) -> Any:
     (losses[0].exp() + losses[1] ** 2).backward()
     by_output = PipelineModule(make(chain(4), mesh=mesh, replicas="dp", loss_fn=None))
     mean_loss(by_output(X[half]), Y[half]).backward()
-    gaps = []
+    assert float(losses[0].detach()) == pytest.approx(float(mean_loss(chain(4)(X), Y).detach()))
     for found, loop in (
         (model, LOOPS["a function of it"]),
         (by_output, lambda f, x: f(x).backward()),
     ):
         plain = chain(4)
         loop(plain_loss(plain), X)
-        expected = gradients(plain)
-        gaps += [float((grad - expected[n]).abs().max()) for n, grad in gradients(found).items()]
-    return float(losses[0].detach()), max(gaps)
-
-
-@pytest.mark.parametrize("views", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_replicas_wrapped_by_ddp(workers: WorkerPool, views: bool) -> None:
-    expected = float(mean_loss(chain(4)(X), Y).detach())
-    for loss, largest in workers.run(f"{__name__}:replicate", 4, 60.0, views=views):
-        assert loss == pytest.approx(expected)
-        assert largest < 1e-12
+        wanted = gradients(plain)
+        assert_same(gradients(found), {name: wanted[name] for name in gradients(found)})

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock import Pipeline, PipelineModule
 from penstock.errors import AgreementError, UsageError
-from penstock.testing import WorkerPool
 from tests.integrations.trainers import SIZES, TOKENS, Examples, answering, make_model
+from tests.processes import in_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = Examples("text", 8, 1)
@@ -136,43 +136,33 @@ def generated(name: str, group: Any = None, rank: int = 0, plain: bool = False) 
     return rows
 
 
-def generate_all(group: Any) -> Any:
-    return {name: generated(name, group, group.rank()) for name in MADE}
-
-
 @pytest.mark.slow
-def test_processes_generate_what_the_plain_model_does(workers: WorkerPool) -> None:
-    expected = {name: generated(name, plain=True) for name in MADE}
-    for found in workers.run(f"{__name__}:generate_all", 2, 100.0):
-        assert found == expected
+@in_processes(2, 100.0)
+def test_processes_generate_what_the_plain_model_does(group: Any) -> None:
+    for name in MADE:
+        found = generated(name, group, group.rank())
+        assert found == generated(name, plain=True), name
 
 
 def test_one_process_generates_what_the_plain_model_does() -> None:
     assert generated("gpt2") == generated("gpt2", plain=True)
 
 
-def refuse(group: Any) -> list[str]:
+@pytest.mark.slow
+@in_processes(2, 100.0)
+def test_a_cache_that_cannot_be_split_is_refused_on_every_rank(group: Any) -> None:
     config = transformers.Qwen3NextConfig(
         **SIZES, **TOKENS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=0,
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
     module = as_module(transformers.Qwen3NextForCausalLM(config), mesh=group)
     module.pipe.cut(input_ids=ROWS.tokens)
-    texts = []
-    for rows in (ROWS.tokens[:2], ROWS.tokens[group.rank() : group.rank() + 2]):
-        try:
-            module.generate(rows, max_new_tokens=3)
-        except (UsageError, AgreementError) as error:
-            texts.append(str(error))
+    differing = ROWS.tokens[group.rank() : group.rank() + 2]
+    with pytest.raises(UsageError, match=r"cannot split the cache of model.layers.0"):
+        module.generate(ROWS.tokens[:2], max_new_tokens=3)
+    with pytest.raises(AgreementError, match="different arguments"):
+        module.generate(differing, max_new_tokens=3)
     assert module.generate(ROWS.tokens[:2], max_new_tokens=3, use_cache=False).shape == (2, 13)
-    return texts
-
-
-@pytest.mark.slow
-def test_a_cache_that_cannot_be_split_is_refused_on_every_rank(workers: WorkerPool) -> None:
-    for cache, differing in workers.run(f"{__name__}:refuse", 2, 100.0):
-        assert "cannot split the cache of model.layers.0" in cache
-        assert "different arguments" in differing
 
 
 @pytest.mark.parametrize("labels", [False, True])

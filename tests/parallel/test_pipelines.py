@@ -21,6 +21,7 @@ from penstock.errors import PeerFailed, UsageError
 from penstock.testing import Case, WorkerPool, judge
 from tests.catalogue.models import MODELS
 from tests.parallel.bodies import Collectives, Mlp, X, Y, adamw, chain, halves_of, mesh_of, wrap
+from tests.processes import in_processes
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V")
 HOWS = ("ddp", "fsdp", "blocks", "mixed", "tp")
@@ -58,8 +59,12 @@ class Lowered(Blocks):
         return result
 
 
-def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
-    """A worker's task: some steps with clipping and an optimizer, beside the same in a plain loop."""
+def check_wrapped(schedule: str, how: str) -> tuple[DeviceMesh, Pipeline, int]:
+    """Some steps with clipping and an optimizer, beside the same in a plain loop.
+
+    Returns:
+        The mesh and the pipeline, which is closed, and how many ranks of the job are its main process.
+    """
     mesh = mesh_of(*{"tp": ("tp", "pp"), "tp and fsdp": ("dp", "pp", "tp")}.get(how, ("dp", "pp")))
     torch.manual_seed(0)
     kind = torch.float32 if how == "mixed" else torch.float64
@@ -85,7 +90,7 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
         with pipe.on("*I0", after=look), Collectives() as collectives:
             pipe.step(*mine.args, target=mine.target)
         pipe.zero_grad()
-        gaps = judge(cases, pipe, steps=3, optimizer=adamw, evaluate=how != "mixed").differences()
+        verdict = judge(cases, pipe, steps=3, optimizer=adamw, evaluate=how != "mixed")
         full = pipe.weights.state_dict(full=True)
         pipe.weights.load_state_dict({n: v + 1 for n, v in plain.state_dict().items()})
         moved = pipe.weights.state_dict(full=True)
@@ -93,45 +98,41 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
     assert full.keys() == moved.keys()
     assert full.keys() in (set(), plain.state_dict().keys())
     assert all(torch.equal(value, plain.state_dict()[n] + 1) for n, value in moved.items())
-    return {
-        "gap": max(gaps.values()),
-        "waits": waits,
-        "counts": dict(collectives.counts),
-        "stages": [stage.index for stage in pipe.stages],
-        "blocks": sum(isinstance(m, Mlp) for s in pipe.stages for m in s.code.modules()),
-        "head": any(name.startswith("head") for name, _ in pipe.weights.here.named_parameters()),
-        "main": [main, not any(mesh.get_coordinate() or [1])],
-    }
+    verdict.check(1e-5 if how == "mixed" else 1e-12)
+    # DTensors that are multiplied as such do not wait.
+    assert waits == [not how.startswith("tp")] * (schedule.startswith("ZB") * len(pipe.stages))
+    for part, wanted in least(how, pipe).items():
+        assert sum(n for name, n in collectives.counts.items() if part in name) == wanted
+    return mesh, pipe, main
 
 
-def least(how: str, answer: dict[str, Any]) -> dict[str, int]:
+def least(how: str, pipe: Pipeline) -> dict[str, int]:
     """How many gathers and reductions a step of a rank needs at least."""
-    stages, blocks = len(answer["stages"]), answer["blocks"]
+    stages = len(pipe.stages)
+    blocks = sum(isinstance(m, Mlp) for s in pipe.stages for m in s.code.modules())
+    head = any(name.startswith("head") for name, _ in pipe.weights.here.named_parameters())
     if how == "ddp":
         return {"allreduce_": stages}
     if how == "tp":
         # Nothing goes back through what has the batch as its input.
-        return {"all_reduce": MICROBATCHES * (2 * blocks - (0 in answer["stages"]))}
-    groups = blocks + answer["head"] if how == "blocks" else stages
+        first = any(stage.index == 0 for stage in pipe.stages)
+        return {"all_reduce": MICROBATCHES * (2 * blocks - first)}
+    groups = blocks + head if how == "blocks" else stages
     return {"allgather_base": groups, "reduce_scatter_base": groups}
 
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@in_processes(4)
 def test_wrapped_stages_are_right_and_reduce_once_a_step(
-    workers: WorkerPool, schedule: str, how: str
+    group: Any, schedule: str, how: str
 ) -> None:
-    for answer in workers.run(f"{__name__}:run", 4, 60.0, schedule=schedule, how=how):
-        assert answer["gap"] < (1e-5 if how == "mixed" else 1e-12)
-        # DTensors that are multiplied as such do not wait.
-        halves = schedule.startswith("ZB") * len(answer["stages"])
-        assert answer["waits"] == [how != "tp"] * halves
-        for kind, wanted in least(how, answer).items():
-            assert sum(n for name, n in answer["counts"].items() if kind in name) == wanted
+    check_wrapped(schedule, how)
 
 
-def run_without_sums(group: Any) -> float:
-    """A worker's task: mixed precision where only torch's own code can add up, as since torch 2.15."""
+@in_processes(4)
+def test_mixed_precision_where_only_torch_can_add_up(group: Any) -> None:
+    """As since torch 2.15."""
     names = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
     sums = {name: method for name, method in vars(FSDPParam).items() if name in names}
     post_backward = FSDPParamGroup.post_backward
@@ -146,12 +147,7 @@ def run_without_sums(group: Any) -> float:
         patch.setattr(FSDPParamGroup, "post_backward", with_sums)
         for name in sums:
             patch.delattr(FSDPParam, name)
-        gap: float = run(group, "1F1B", "mixed")["gap"]
-    return gap
-
-
-def test_mixed_precision_where_only_torch_can_add_up(workers: WorkerPool) -> None:
-    assert max(workers.run(f"{__name__}:run_without_sums", 4, 60.0)) < 1e-5
+        check_wrapped("1F1B", "mixed")
 
 
 @pytest.mark.slow
@@ -160,43 +156,42 @@ def test_mixed_precision_where_only_torch_can_add_up(workers: WorkerPool) -> Non
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_pipeline_replicas_and_tensor_parallelism_together(schedule: str) -> None:
     with WorkerPool(8) as pool:
-        answers = pool.run(f"{__name__}:run", 8, 90.0, schedule=schedule, how="tp and fsdp")
-    assert max(answer["gap"] for answer in answers) < 1e-12
+        answers = pool.run(f"{__name__}:run_together", 8, 90.0, schedule=schedule)
     # Of the two pipelines with the same first rank, one prints and writes.
-    main, first = zip(*(answer["main"] for answer in answers), strict=True)
+    main, first = zip(*answers, strict=True)
     assert (sum(main), sum(first)) == (2, 1)
 
 
-def run_tied(group: Any, schedule: str, how: str) -> float | str:
-    """A worker's task: two steps without zeroing gradients of weights that stages share."""
+def run_together(group: Any, schedule: str) -> list[Any]:
+    """A worker's task."""
+    mesh, _, main = check_wrapped(schedule, "tp and fsdp")
+    return [main, not any(mesh.get_coordinate() or [1])]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"), [("1F1B", "ddp"), ("1F1B", "fsdp"), ("ZB-V", "ddp"), ("ZB-V", "fsdp")]
+)
+@in_processes(4)
+def test_weights_that_stages_share(group: Any, schedule: str, how: str) -> None:
+    """Two steps without zeroing gradients."""
     mesh, case = mesh_of("dp", "pp"), MODELS["gpt"]()
     calls = case.args[0].calls
     cases = [
         dataclasses.replace(case, args=[Microbatches(half, samples=[2, 2])])
         for half in (calls[:2], calls[2:])
     ]
-    try:
-        pipe = Pipeline(
-            copy.deepcopy(case.model), schedule=schedule, mesh=mesh, replicas="dp", loss_fn=case.loss,
-            stages=4 if schedule == "ZB-V" else 2, wrap=lambda module, stage: wrap(module, how, mesh),
-        )  # fmt: skip
-        with pipe:
+    pipe = Pipeline(
+        copy.deepcopy(case.model), schedule=schedule, mesh=mesh, replicas="dp", loss_fn=case.loss,
+        stages=4 if schedule == "ZB-V" else 2, wrap=lambda module, stage: wrap(module, how, mesh),
+    )  # fmt: skip
+    with pipe:
+        if (schedule, how) == ("ZB-V", "fsdp"):
+            # One tensor in a process cannot be two that are sharded by themselves.
+            with pytest.raises((UsageError, PeerFailed), match="replicate these stages"):
+                pipe.cut(cases[0].args[0])
+        else:
             pipe.cut(cases[0].args[0])
-            return max(judge(cases, pipe, steps=2).differences().values())
-    except (UsageError, PeerFailed) as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "how"), [("1F1B", "ddp"), ("1F1B", "fsdp"), ("ZB-V", "ddp"), ("ZB-V", "fsdp")]
-)
-def test_weights_that_stages_share(workers: WorkerPool, schedule: str, how: str) -> None:
-    answers = workers.run(f"{__name__}:run_tied", 4, 60.0, schedule=schedule, how=how)
-    if (schedule, how) == ("ZB-V", "fsdp"):
-        # One tensor in a process cannot be two that are sharded by themselves.
-        assert all("replicate these stages" in str(answer) for answer in answers)
-    else:
-        assert max(answers) < 1e-12
+            judge(cases, pipe, steps=2).check(1e-12)
 
 
 # ---- names
@@ -271,40 +266,26 @@ def test_what_wrap_must_give(function: Any, says: str) -> None:
         Pipeline(chain(), stages=2, wrap=function)
 
 
-def run_refused(group: Any) -> list[str]:
-    """A worker's task: wrapping before the cut, and over four processes of which two are replicas."""
-    mesh, said = mesh_of("dp", "pp"), []
-    for how in ("ddp", "blocks"):
-        with pytest.raises(UsageError) as refusal:
+@in_processes(4)
+def test_wrapping_too_early_or_too_far_is_refused_with_the_remedy(group: Any) -> None:
+    """Before the cut, and over four processes of which two are replicas."""
+    mesh = mesh_of("dp", "pp")
+    for how, wrapper in (("ddp", "DistributedDataParallel"), ("blocks", "fully_shard")):
+        with pytest.raises(UsageError, match=rf"wrap=lambda module, stage: {wrapper}\(module"):
             Pipeline(wrap(chain(), how, mesh), mesh=mesh)
-        said.append(str(refusal.value))
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp", "pp"))
 
     def wrapped(module: nn.Module, stage: int) -> nn.Module:
         return DistributedDataParallel(module, process_group=group)
 
-    with pytest.raises(UsageError) as refusal:
+    says = r"over the processes \[0, 1, 2, 3\], but replicas= holds.*replicas=\"dp\""
+    with pytest.raises(UsageError, match=says):
         Pipeline(chain(), mesh=mesh, replicas="dp", wrap=wrapped).cut(X)
-    return [*said, str(refusal.value)]
 
 
-def test_wrapping_too_early_or_too_far_is_refused_with_the_remedy(workers: WorkerPool) -> None:
-    for ddp, blocks, too_far in workers.run(f"{__name__}:run_refused", 4, 60.0):
-        assert "wrap=lambda module, stage: DistributedDataParallel(module" in ddp
-        assert "wrap=lambda module, stage: fully_shard(module" in blocks
-        assert "over the processes [0, 1, 2, 3], but replicas= holds" in too_far
-        assert 'replicas="dp"' in too_far
-
-
-def run_along_one_dimension(group: Any) -> float:
-    """A worker's task: a mesh of nothing but the pipeline."""
+@in_processes(2)
+def test_a_mesh_may_be_the_pipeline_alone(group: Any) -> None:
     # A mesh made anew would make groups that the pool's other processes lack.
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-    pipe = Pipeline(chain(), mesh=mesh, microbatches=2, loss_fn=mse_loss)
-    return pipe.step(X, target=Y).loss
-
-
-def test_a_mesh_may_be_the_pipeline_alone(workers: WorkerPool) -> None:
-    wanted = mse_loss(chain()(X), Y).item()
-    losses = workers.run(f"{__name__}:run_along_one_dimension", 2, 60.0)
-    assert losses == pytest.approx([wanted] * 2)
+    with Pipeline(chain(), mesh=mesh, microbatches=2, loss_fn=mse_loss) as pipe:
+        assert pipe.step(X, target=Y).loss == pytest.approx(mse_loss(chain()(X), Y).item())

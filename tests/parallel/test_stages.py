@@ -9,15 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
 from penstock import add_loss
 from penstock.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from penstock.pipelining.schedules import get_schedule_class
-from penstock.testing import WorkerPool
 from tests.parallel.bodies import Collectives, X, Y, chain, gap_of, half_of, mesh_of, wrap
+from tests.processes import in_processes
 
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 BY_DAY = [
@@ -57,8 +64,14 @@ def train(schedule: str, stages: list[Any], x: Tensor, y: Tensor) -> dict[str, i
     return dict(collectives.counts)
 
 
-def run_replicas(group: Any, schedule: str, how: str, traced: bool) -> Any:
-    """A worker's task: two replicas of a pipeline of two ranks; how far they are from one process."""
+@pytest.mark.parametrize(
+    "traced", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "traced"]
+)
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "nameless fsdp"])
+@pytest.mark.parametrize("schedule", BY_DAY)
+@in_processes(4, 100.0)
+def test_replicas_equal_one_process(group: Any, schedule: str, how: str, traced: bool) -> None:
+    """Two of a pipeline of two ranks."""
     mesh = mesh_of("dp", "pp")
     half = half_of(mesh)
     here, count = stages_on(mesh.get_local_rank("pp"), schedule)
@@ -77,27 +90,14 @@ def run_replicas(group: Any, schedule: str, how: str, traced: bool) -> Any:
     for _ in range(2):
         mse_loss(whole(X), Y).backward()
     reductions = sum(n for op, n in counts.items() if REDUCES[how.split()[-1]] in op)
-    return gap_of(names_in(modules, traced), whole), reductions == len(stages)
+    assert gap_of(names_in(modules, traced), whole) < 1e-12
+    assert reductions == len(stages)
 
 
 def names_in(modules: dict[int, nn.Module], traced: bool = False) -> list[tuple[str, nn.Parameter]]:
     """The parameters of stages by their names in the whole model, which traced modules have kept."""
     pairs = [(i, *pair) for i, module in modules.items() for pair in module.named_parameters()]
     return [(name if traced else f"{i}.{name}", parameter) for i, name, parameter in pairs]
-
-
-@pytest.mark.parametrize(
-    "traced", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "traced"]
-)
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "nameless fsdp"])
-@pytest.mark.parametrize("schedule", BY_DAY)
-def test_replicas_equal_one_process(
-    workers: WorkerPool, schedule: str, how: str, traced: bool
-) -> None:
-    task, options = f"{__name__}:run_replicas", {"schedule": schedule, "how": how}
-    for gap, reduced_once in workers.run(task, 4, 100.0, traced=traced, **options):
-        assert gap < 1e-12
-        assert reduced_once
 
 
 # ---- stages that end in a collective: what leaves them is still arriving
@@ -138,11 +138,11 @@ def ending_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return (used - target).square().mean()
 
 
-def run_ending(group: Any, schedule: str, layout: str) -> float:
-    """A worker's task: how far gradients, losses and outputs are from one process.
-
-    The second batch is of another size.
-    """
+@pytest.mark.parametrize("layout", ["tensors", "replicated", "sharded"])
+@pytest.mark.parametrize("schedule", BY_DAY)
+@in_processes(4, 100.0)
+def test_what_leaves_a_stage_may_still_be_arriving(group: Any, schedule: str, layout: str) -> None:
+    """Gradients, losses and outputs are those of one process; the second batch is of another size."""
     mesh = mesh_of("pp", "tp")
     of: Any = {"tensors": None, "replicated": Replicate(), "sharded": Shard(1)}[layout]
     here, count = stages_on(mesh.get_local_rank("pp"), schedule)
@@ -150,7 +150,7 @@ def run_ending(group: Any, schedule: str, layout: str) -> float:
     modules = {i: copy.deepcopy(whole[i]) for i in here}
     parts = {i: Ending(module, mesh["tp"], of, i == 0) for i, module in modules.items()}
     stages = [PipelineStage(part, i, count, "cpu", group=mesh) for i, part in parts.items()]
-    runs, largest = schedule_of(schedule, stages, ending_loss), 0.0
+    runs = schedule_of(schedule, stages, ending_loss)
     for size in (16, 8):
         args, target = arguments(stages, X[:size, :2], Y[:size, :2])
         losses: list[Tensor] = []
@@ -164,18 +164,9 @@ def run_ending(group: Any, schedule: str, layout: str) -> float:
         if output is not None:
             mean = sum(float(one) for one in losses) / 4
             actual = output[0].full_tensor() if of is not None else output[0]
-            gaps = mean - float(loss), float((actual - expected).abs().max())
-            largest = max(largest, *map(abs, gaps))
-    return max(largest, gap_of(names_in(modules), whole))
-
-
-@pytest.mark.parametrize("layout", ["tensors", "replicated", "sharded"])
-@pytest.mark.parametrize("schedule", BY_DAY)
-def test_what_leaves_a_stage_may_still_be_arriving(
-    workers: WorkerPool, schedule: str, layout: str
-) -> None:
-    task = f"{__name__}:run_ending"
-    assert max(workers.run(task, 4, 100.0, schedule=schedule, layout=layout)) < 1e-12
+            assert mean == pytest.approx(float(loss), abs=1e-12)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert gap_of(names_in(modules), whole) < 1e-12
 
 
 # ---- pending sums between stages
@@ -198,8 +189,12 @@ class Spreading(nn.Module):
         return result
 
 
-def run_pending(group: Any, schedule: str) -> list[list[Any]]:
-    """A worker's task: placements and values of gradients, in a pipeline and in a plain loop."""
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("Interleaved1F1B", marks=pytest.mark.nightly), "ZBVZeroBubble"]
+)
+@in_processes(4)
+def test_sums_stay_pending_as_in_a_plain_loop(group: Any, schedule: str) -> None:
+    """Placements and values of gradients."""
     mesh = mesh_of("pp", "tp")
     places = [Replicate(), Shard(0), Shard(1), Replicate()]
     here, _ = stages_on(mesh.get_local_rank("pp"), schedule)
@@ -210,20 +205,9 @@ def run_pending(group: Any, schedule: str) -> list[list[Any]]:
     train(schedule, stages, X[:, 0], Y[:, 0])
     for _ in range(2):
         mse_loss(nn.Sequential(*sides[1])(X[:, 0]), Y[:, 0]).backward()
-    grads: Any = [[modules[i].weight.grad for i in here] for modules in sides]
-    return [
-        [(str(g.placements), g.full_tensor().flatten().tolist()) for g in side] for side in grads
-    ]
-
-
-@pytest.mark.parametrize(
-    "schedule", [pytest.param("Interleaved1F1B", marks=pytest.mark.nightly), "ZBVZeroBubble"]
-)
-def test_sums_stay_pending_as_in_a_plain_loop(workers: WorkerPool, schedule: str) -> None:
-    places = []
-    for piped, plain in workers.run(f"{__name__}:run_pending", 4, 60.0, schedule=schedule):
-        for (place, values), (expected, numbers) in zip(piped, plain, strict=True):
-            assert place == expected
-            assert values == pytest.approx(numbers, abs=1e-12)
-            places.append(place)
-    assert "Partial" in str(places)
+    grads: list[list[Any]] = [[modules[i].weight.grad for modules in sides] for i in here]
+    for piped, plain in grads:
+        assert piped.placements == plain.placements
+        torch.testing.assert_close(piped.full_tensor(), plain.full_tensor(), rtol=0, atol=1e-12)
+    pending = any(isinstance(of, Partial) for piped, _ in grads for of in piped.placements)
+    assert pending == any(isinstance(places[i], Replicate) for i in here)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PartitionError, PlanError, StageError, UsageError
-from penstock.testing import Case, WorkerPool, compare, judge
+from penstock.testing import Case, compare, judge
 from tests.catalogue.between import (
     WIDTH,
     Acts,
@@ -26,6 +26,7 @@ from tests.catalogue.between import (
     through_all,
 )
 from tests.catalogue.making import Does
+from tests.processes import in_processes
 
 TWO = ["l.2"]
 
@@ -115,12 +116,9 @@ def thaw(model: Any, step: int) -> None:
     model.l[0].on = model.l[2].on = step > 0
 
 
-def changed_between_processes(group: Any) -> None:
+@in_processes(2)
+def test_it_may_change_between_processes(group: Any) -> None:
     steps(make(through_all, acting(frozen_at_first, None, skipped_at_first, None)), thaw, group)
-
-
-def test_it_may_change_between_processes(workers: WorkerPool) -> None:
-    workers.run(f"{__name__}:changed_between_processes", 2)
 
 
 def depth(m: Any, x: Tensor) -> Any:

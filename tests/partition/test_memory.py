@@ -9,23 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-
-
-class Doubles(nn.Module):
-    """Uses between its units what it drops there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        more = self.first(x) * 2 + 1
-        output: Tensor = self.third(self.second(more))
-        return output
+from tests.catalogue.making import Does
 
 
 def test_a_stage_drops_a_value_after_its_last_use() -> None:
-    model, freed = Doubles(), list[bool]()
+    """It is used between units, and dropped there."""
+    layers = {name: nn.Linear(4, 4) for name in ("first", "second", "third")}
+    model: Any = Does(lambda m, x: m.third(m.second(m.first(x) * 2 + 1)), **layers)
+    freed = list[bool]()
     made: list[weakref.ref[Tensor]] = []
 
     def note(module: Any, args: Any, output: Tensor) -> None:

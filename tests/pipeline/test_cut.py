@@ -18,9 +18,10 @@ from penstock import Checkpoints, Pipeline
 from penstock._engine.placeholders import is_placeholder
 from penstock._engine.weights import init_weights, parameters_on_meta
 from penstock.errors import PartitionError, StageError, UsageError
-from penstock.testing import Case, WorkerPool, compare, judge, plain_loop
+from penstock.testing import Case, compare, judge, plain_loop
 from tests.catalogue.making import Does
 from tests.pipeline.models import WIDTH, X, Y, assert_same, gradients, mean_loss
+from tests.processes import in_processes
 
 
 class Backwards(nn.Module):
@@ -233,8 +234,9 @@ def test_a_container_is_taken_apart_unless_it_is_named() -> None:
 # ---- between processes
 
 
-def run(group: Any) -> Any:
-    """A worker's task: only the first rank has the arguments and the target."""
+@in_processes(2, 100.0)
+def test_ranks_cut_by_one_description(group: Any) -> None:
+    """Only the first rank has the arguments and the target."""
     pipe = make(model(), ranks=None, schedule="ZB-V", mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     everywhere = len(list(pipe.parameters()))
@@ -246,47 +248,39 @@ def run(group: Any) -> Any:
     assert_same(weights, {name: plain()[name] for name in weights})
     assert len(list(pipe.parameters())) == everywhere
     assert all(not is_placeholder(p) for p in optimizer.state)
+    counts = pipe.job.meet(lambda: len(weights))
     pipe.close()
-    return [held, len(weights), everywhere]
+    assert max(counts) < held == everywhere == sum(counts)
 
 
-@pytest.mark.timeout(120)
-def test_ranks_cut_by_one_description(workers: WorkerPool) -> None:
-    rows = workers.run(f"{__name__}:run", 2, 100.0)
-    assert all(held == everywhere for held, _, everywhere in rows)
-    assert all(after < everywhere for _, after, everywhere in rows)
-    assert sum(after for _, after, _ in rows) == rows[0][2]
-
-
-def refuse(group: Any, folder: str) -> list[str]:
-    """A worker's task: refusals before the cut, states before the cut, and the same pipeline goes on."""
-    whole, said = model(), []
+@in_processes(2, 100.0)
+def test_a_refused_cut_is_raised_on_all_ranks(group: Any, tmp_path: Path) -> None:
+    """States are there before the cut, and the same pipeline goes on."""
+    whole = model()
     pipe = make(whole, ranks=None, mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     whole.fails = True
-    calls: list[Callable[[], Any]] = [
-        lambda: pipe.step(X, target=Y),
-        lambda: pipe.step(X if group.rank() else X[:, :2], target=Y),
-        lambda: pipe.step(X, target=Y, microbatches=0 if group.rank() else None),
-    ]
-    for call in calls:
-        with pytest.raises(penstock.errors.PenstockError) as error:
+    calls: dict[str, Callable[[], Any]] = {
+        "needs numbers of a tensor": lambda: pipe.step(X, target=Y),
+        "different shapes": lambda: pipe.step(X if group.rank() else X[:, :2], target=Y),
+        "0 microbatches": lambda: pipe.step(X, target=Y, microbatches=0 if group.rank() else None),
+    }
+    for says, call in calls.items():
+        with pytest.raises(penstock.errors.PenstockError, match=says):
             call()
-        said.append(f"{type(error.value).__name__}: {error.value}")
     whole.fails = False
     assert not pipe.is_cut
     weight = next(whole.parameters())
     with torch.no_grad():
         same = weight.clone()
         weight.fill_(group.rank())
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError, match="different weights"):
             pipe.weights.state_dict(full=True)
-        said.append(str(error.value))
         weight.copy_(same)
     state = pipe.weights.state_dict(full=True)
     assert len(state) == (0 if group.rank() else len(whole.state_dict()))
-    pipe.weights.save(Path(folder, "weights"))
-    with Checkpoints(Path(folder, "run")) as checkpoints:
+    pipe.weights.save(tmp_path / "weights")
+    with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(3, pipe=pipe, optimizer=optimizer)
         with torch.no_grad():
             for parameter in pipe.parameters():
@@ -295,32 +289,17 @@ def refuse(group: Any, folder: str) -> list[str]:
     weights = trained(pipe, lambda: pipe.step(X, target=Y), optimizer)
     assert_same(weights, {name: plain()[name] for name in weights})
     pipe.close()
-    return said
 
 
-@pytest.mark.timeout(120)
-def test_a_refused_cut_is_raised_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
-    gists = ("needs numbers of a tensor", "different shapes", "0 microbatches", "different weights")
-    for said in workers.run(f"{__name__}:refuse", 2, 100.0, folder=str(tmp_path)):
-        for text, gist in zip(said, gists, strict=True):
-            assert gist in text
-
-
-def beside(group: Any) -> list[Any]:
-    """A worker's task: two pipelines of two ranks, whose first batches have other sizes."""
+@in_processes(4, 100.0)
+def test_replicas_are_cut_alike(group: Any) -> None:
+    """Two pipelines of two ranks, whose first batches have other sizes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     with make(model(), ranks=None, mesh=mesh, replicas="dp", microbatches=2) as pipe:
         part = slice(0, 6) if mesh.get_local_rank("dp") == 0 else slice(6, 8)
         pipe.step(X[part], target=Y[part])
         found, expected = gradients(pipe), plain_loop(Case(model(), (X,), Y, mean_loss))[1]
         assert_same(found, {name: expected[name] for name in found})
-        return [sorted(found), pipe.is_main_process]
-
-
-@pytest.mark.timeout(120)
-def test_replicas_are_cut_alike(workers: WorkerPool) -> None:
-    names, leads = zip(*workers.run(f"{__name__}:beside", 4, 100.0), strict=True)
-    assert leads == (True, False, False, False)
-    assert names[0] == names[2]
-    assert names[1] == names[3]
-    assert sorted(names[0] + names[1]) == sorted(name for name, _ in model().named_parameters())
+        assert pipe.is_main_process == (group.rank() == 0)
+        mine, others = pipe.job.meet(lambda: sorted(found), among=pipe.job.pipeline)
+    assert sorted(mine + others) == sorted(name for name, _ in model().named_parameters())

@@ -23,6 +23,7 @@ from penstock.testing import Case, Verdict, WorkerPool, compare, plain_loop
 from tests.catalogue.cases import CASES, EDGES, LANGUAGE, LOOPED, translator
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, mean_loss
+from tests.processes import in_processes
 
 TRAINING = [name for name in ps.names() if name != "forward-only"]
 
@@ -57,7 +58,7 @@ def test_every_schedule_has_the_bits_of_gpipe(name: str) -> None:
 def by_schedule(group: Any, names: list[str]) -> list[dict[str, str]]:
     """A worker's task: the bits that live here, for each schedule."""
     ranks = group.size()
-    return [of_size(name, ranks, 2 * ranks, group).digest() for name in names]
+    return [of_size(name, ranks, 2 * ranks, group, evaluate=False).digest() for name in names]
 
 
 @pytest.mark.slow
@@ -118,19 +119,15 @@ def two_uses() -> nn.Module:
     return Does(run, **{name: nn.Linear(4, 4) for name in "abcd"}, e=learns_from_one).double()
 
 
-def train_with_two_uses(group: Any) -> None:
-    """A worker's task: a rank has the stages 0, 3 and 4."""
+@in_processes(2)
+def test_a_value_for_two_stages_of_a_rank_may_have_a_gradient_from_one(group: Any) -> None:
+    """A rank has the stages 0, 3 and 4."""
     rows = ("0F0 3F0 4F0 4B0 3B0 0B0", "1F0 2F0 2B0 1B0")
     programs = tuple(tuple(map(ps.parse_action, row.split())) for row in rows)
     schedule = ps.Schedule("own", ps.Placement((0, 1, 1, 0, 0)), 1, programs)
     case = Case(two_uses(), (X,), Y, mean_loss)
     stages = ["b", "c", "d", "e"]
     compare(case, schedule=schedule, stages=stages, microbatches=1, mesh=group).check(1e-12)
-
-
-@pytest.mark.timeout(60)
-def test_a_value_for_two_stages_of_a_rank_may_have_a_gradient_from_one(workers: WorkerPool) -> None:
-    workers.run(f"{__name__}:train_with_two_uses", 2)
 
 
 def shuffled(ranks: int, microbatches: int, seed: int) -> ps.Schedule:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.errors import MicrobatchError, PenstockError
-from penstock.testing import Case, WorkerPool, plain_loop
+from penstock.testing import Case, plain_loop
 from tests.pipeline.models import assert_same
+from tests.processes import in_processes
 
 IMAGE, LENGTH, SIZE = 9, 16, 8
 Grid = tuple[int, int]
@@ -122,8 +123,10 @@ def test_images_differ_in_number_and_size(schedule: str, has_grid: bool) -> None
     train(schedule, has_grid=has_grid)
 
 
-def run(group: Any, schedule: str, has_grid: bool) -> None:
-    """A worker's task: every rank is given the batch; then only one is, which sends it to the others."""
+@pytest.mark.parametrize(("schedule", "has_grid"), [("ZB-V", True), ("1F1B", False)])
+@in_processes(2, 100.0)
+def test_images_between_processes(group: Any, schedule: str, has_grid: bool) -> None:
+    """Every rank is given the batch; then only one is, which sends it to the others."""
     train(schedule, has_grid=has_grid, group=group)
     batch = batch_of(BATCHES[0], has_grid=has_grid)
     target = torch.zeros(4, LENGTH, SIZE).double()
@@ -131,12 +134,6 @@ def run(group: Any, schedule: str, has_grid: bool) -> None:
         whole = pipe.step(**batch, target=target)
         part = pipe.step(**(batch if group.rank() else {}), target=target)
         assert part.loss == whole.loss
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("schedule", "has_grid"), [("ZB-V", True), ("1F1B", False)])
-def test_images_between_processes(workers: WorkerPool, schedule: str, has_grid: bool) -> None:
-    workers.run(f"{__name__}:run", 2, 100.0, schedule=schedule, has_grid=has_grid)
 
 
 def test_images_that_belong_to_nobody_are_refused() -> None:

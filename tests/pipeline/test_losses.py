@@ -38,6 +38,7 @@ from tests.catalogue.cases import (
 )
 from tests.catalogue.making import Does
 from tests.pipeline.models import WIDTH, assert_same, gradients
+from tests.processes import in_processes
 
 LENGTH = 5
 X = draw(7, LENGTH)
@@ -208,8 +209,9 @@ def ahead(weight: Any = None, **options: Any) -> Pipeline:
     return Pipeline(looking_ahead(), ranks=2, microbatches=4, loss_fn=loss_fn, **options)
 
 
-def train_ahead(group: Any = None) -> None:
-    """A step with the numbers of the whole batch; also a worker's task."""
+@in_processes(2)
+def test_an_added_loss_counts_by_a_weight_of_its_own(group: Any) -> None:
+    """A step has the numbers of the whole batch."""
     loss, grads = plain_loop(AHEAD)
     with collect_losses() as added:
         AHEAD.model(X, RAGGED_Y)
@@ -219,11 +221,6 @@ def train_ahead(group: Any = None) -> None:
     assert result.loss == pytest.approx(loss, abs=1e-14)
     assert result.losses["ahead"] == pytest.approx(float(added.named()["ahead"]), abs=1e-14)
     assert_same(here, {name: grads[name] for name in here})
-
-
-def test_an_added_loss_counts_by_a_weight_of_its_own(workers: WorkerPool) -> None:
-    train_ahead()
-    workers.run(f"{__name__}:train_ahead", 2)
 
 
 def test_steps_of_a_larger_batch_divide_each_loss_by_its_own_total() -> None:

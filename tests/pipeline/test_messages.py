@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from penstock import Pipeline, PipelineStage
 from penstock.schedule import Edge, from_csv, validate
 from penstock.testing import WorkerPool
-from tests.pipeline.models import X, Y, chain, gradients, make, mean_loss
+from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss
+from tests.processes import in_processes
 from tests.transport.recording import record_messages
 
 ROWS, WIDTH, DOUBLE = 3, 4, 8
@@ -126,9 +127,10 @@ def test_what_a_rank_needs_travels_to_it_once(
 # ---- nothing grows
 
 
-def calls(group: Any) -> list[list[Any]]:
-    """A worker's task: of four rounds of a step and an evaluation, what this rank counted in each."""
-    rounds = []
+@in_processes(2)
+def test_a_word_before_and_a_sum_after_a_step_are_all(group: Any) -> None:
+    """In each of four rounds of a step and an evaluation."""
+    rounds = list[tuple[int, tuple[int, ...], int]]()
     with make(chain(4), schedule="ZB-V", ranks=2, microbatches=4, mesh=group) as pipe:
         counter = record_messages(pipe)
         for _ in range(4):
@@ -136,19 +138,15 @@ def calls(group: Any) -> list[list[Any]]:
             pipe.step(X, target=Y)
             gathers = counter.gathers
             pipe.evaluate(X[:3], target=Y[:3])
-            sent = sum(counter.bytes.values()), sum(counter.messages.values())
-            rounds.append([counter.words, [gathers, *sent], counter.pending])
-    return rounds
-
-
-def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool) -> None:
-    for first, *later in workers.run(f"{__name__}:calls", 2, 100.0):
-        assert first[0] > 0, "the first describes what it sends"
-        for words, sent, pending in later:
-            assert (words, pending) == (0, 0)
-            assert sent == later[0][1]
-            assert sent[0] == 2
-            assert sent[1] == first[1][1]
+            bytes_, messages = sum(counter.bytes.values()), sum(counter.messages.values())
+            rounds.append((counter.words, (gathers, bytes_, messages), counter.pending))
+    first, *later = rounds
+    assert first[0] > 0, "the first describes what it sends"
+    for words, sent, pending in later:
+        assert (words, pending) == (0, 0)
+        assert sent == later[0][1]
+        assert sent[0] == 2
+        assert sent[1] == first[1][1]
 
 
 class PeakBytes(TorchDispatchMode):
@@ -220,8 +218,9 @@ ROWS_OF_RANK = (
 """Rank 1 takes the gradient that rank 0 has sent before 0WAIT_SEND_F0 only when it has 0SEND_F1's value."""
 
 
-def wait_for_one(group: Any) -> float:
-    """A worker's task: how far gradients are from a plain loop, with messages beyond what sockets carry."""
+@in_processes(2)
+def test_a_wait_for_one_message_waits_for_no_other(group: Any) -> None:
+    """With messages beyond what sockets carry."""
     text = "\n".join(",".join(row.split()) for row in ROWS_OF_RANK)
     schedule = from_csv(text, name="waits")
     assert validate(schedule).ok
@@ -235,20 +234,16 @@ def wait_for_one(group: Any) -> float:
         for _ in range(2):
             pipe.step(batch, target=batch)
             mean_loss(plain(batch), batch).backward()
-    pairs = [
-        (stage.module, plain.get_submodule(str(index)))
-        for index, stage in zip(here, stages, strict=True)
-    ]
-    gaps = [gradients(a)[n] - g for a, b in pairs for n, g in gradients(b).items()]
-    return max(float(gap.abs().max()) for gap in gaps)
+    for index, stage in zip(here, stages, strict=True):
+        assert_same(gradients(stage.module), gradients(plain.get_submodule(str(index))))
 
 
-def test_a_wait_for_one_message_waits_for_no_other(workers: WorkerPool) -> None:
-    assert max(workers.run(f"{__name__}:wait_for_one", 2, 60.0)) < 1e-12
-
-
-def threads_left(group: Any) -> list[int]:
-    """A worker's task: how many threads there are after each of three pipelines, each on a new group."""
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them"
+)
+@in_processes(4)
+def test_a_closed_pipeline_leaves_no_threads(group: Any) -> None:
+    """Of three, each on a new group; on all workers, as torch names groups by their count in a process."""
     counts, before = [], set(threading.enumerate())
     for _ in range(3):
         part = dist.new_group(dist.get_process_group_ranks(group))
@@ -260,16 +255,7 @@ def threads_left(group: Any) -> list[int]:
             thread.join(20.0)
         gc.collect()
         counts.append(len(os.listdir("/proc/self/task")))
-    return counts
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them"
-)
-def test_a_closed_pipeline_leaves_no_threads(workers: WorkerPool) -> None:
-    # On all workers: torch counts groups within each process, and names later ones by the count.
-    for counts in workers.run(f"{__name__}:threads_left", 4):
-        assert counts[2] <= counts[1], counts
+    assert counts[2] <= counts[1], counts
 
 
 # ---- what stages share

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock import Loss, Pipeline
 from penstock.errors import NonFiniteError
-from penstock.testing import WorkerPool
 from tests.catalogue.making import Does
+from tests.processes import in_processes
 
 X = torch.arange(12.0).reshape(4, 3)
 """Four samples; the last one is the only one with an 11."""
@@ -161,16 +161,12 @@ def test_finding_changes_nothing_and_names_weights() -> None:
     assert finding.weights == ("0.scale", "3.scale")
 
 
-def stop_everywhere(group: Any) -> list[str]:
-    """A worker's task: what a rank is told."""
+@in_processes(3)
+def test_every_process_stops_with_one_text(group: Any) -> None:
     with pipe(divides, mesh=group) as made:
-        with pytest.raises(NonFiniteError) as caught:
+        with pytest.raises(NonFiniteError, match="the loss is inf") as caught:
             made.step(X, target=X)
-        return [str(caught.value), str(made.find_nonfinite(X, target=X))]
-
-
-def test_every_process_stops_with_one_text(workers: WorkerPool) -> None:
-    first, *others = workers.run(f"{__name__}:stop_everywhere", 3, 100.0)
-    assert others == [first] * 2
-    assert "the loss is inf" in first[0]
-    assert "'1.1'" in first[1]
+        finding = made.find_nonfinite(X, target=X)
+        told = made.job.meet(lambda: [str(caught.value), str(finding)])
+    assert "'1.1'" in str(finding)
+    assert told == told[:1] * 3

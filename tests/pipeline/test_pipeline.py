@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,7 +34,7 @@ from penstock.schedule import (
     library,
     register,
 )
-from penstock.testing import Case, WorkerPool, compare, plain_loop
+from penstock.testing import Case, compare, plain_loop
 from tests.catalogue.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
 from tests.pipeline.models import (
     STAGES,
@@ -47,6 +48,7 @@ from tests.pipeline.models import (
     mean_loss,
     named,
 )  # fmt: skip
+from tests.processes import in_processes
 
 # ---- ways to make one
 
@@ -127,18 +129,19 @@ def test_a_value_is_for_its_own_number_but_evaluates_any() -> None:
 # ---- steps
 
 
-def test_what_was_made_in_inference_mode_is_a_batch_and_no_grad_does_not_matter() -> None:
+def test_what_was_made_in_inference_mode_is_a_batch() -> None:
     def product(output: Tensor, target: dict[str, Tensor]) -> Tensor:
         return (output * target["y"]).mean()
 
     with torch.inference_mode():
         x, wanted = X.clone(), Y.clone()
     pipe, expected = (make(schedule="ZB-H1", loss_fn=product) for _ in "ab")
-    with torch.no_grad():
-        pipe.step(x, target={"y": wanted})
+    pipe.step(x, target={"y": wanted})
     expected.step(X, target={"y": Y})
     assert_same(gradients(pipe), gradients(expected))
-    assert pipe.evaluate(x, target={"y": wanted}).loss == expected.evaluate(X, target={"y": Y}).loss
+    with torch.no_grad():
+        of_parts = pipe.evaluate(x, target={"y": wanted}).loss
+    assert of_parts == expected.evaluate(X, target={"y": Y}).loss
 
 
 def test_a_model_without_parameters_has_a_loss_and_nothing_to_learn() -> None:
@@ -157,8 +160,10 @@ def test_shapes_and_the_number_of_microbatches_may_change_from_step_to_step() ->
         assert_same(gradients(pipe), grads)
 
 
-def ragged_steps(group: Any, everywhere: bool) -> list[Any]:
-    """A worker's task: who needs no batch gives none; then a step with other lengths and one more."""
+@pytest.mark.parametrize("everywhere", [True, False])
+@in_processes(2)
+def test_ready_microbatches_over_processes(group: Any, everywhere: bool) -> None:
+    """Who needs no batch gives none; then a step with other lengths and one more."""
     case = ragged()
     with pipeline(case, 2, mesh=group) as pipe:
         args = case.args if everywhere or group.rank() == 0 else []
@@ -168,15 +173,8 @@ def ragged_steps(group: Any, everywhere: bool) -> list[Any]:
         pipe.step(TOKENS, target=NEXT, microbatches=5)
         grads, both = gradients(pipe), [plain_loop(of)[1] for of in (case, language())]
         assert_same(grads, {name: sum(one[name] for one in both) for name in grads})
-    return [loss, [output.tolist() for output in outputs]]
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_ready_microbatches_over_processes(workers: WorkerPool, everywhere: bool) -> None:
-    expected = [ragged().model(part).tolist() for part in RAGGED]
-    for loss, outputs in workers.run(f"{__name__}:ragged_steps", 2, everywhere=everywhere):
-        assert loss == pytest.approx(plain_loop(ragged())[0])
-        assert all(map(torch.allclose, map(torch.tensor, outputs), map(torch.tensor, expected)))
+    assert loss == pytest.approx(plain_loop(case)[0])
+    torch.testing.assert_close(list(outputs), [case.model(part).detach() for part in RAGGED])
 
 
 # ---- a first step is like every later one, and stages touch nothing but their own
@@ -317,6 +315,63 @@ def test_calls_of_a_pipeline_from_several_threads_take_turns() -> None:
         torch.testing.assert_close(gradient, 3 * once[name])
 
 
+def test_steps_in_several_threads_are_one_after_the_other() -> None:
+    """A step that begins while another runs has the next number, and draws other random numbers."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
+    pipe = Pipeline(model, stages=2, microbatches=2, loss_fn=lambda y, _: y.mean(), seed=1)
+    numbers: list[int] = []
+    pipe.on_step(lambda event: numbers.append(event.step))
+    pipe.cut(torch.ones(8, 4))
+    at_once = threading.Barrier(2)
+    begun = threading.Event()
+
+    def meet(_: Any) -> None:
+        if not begun.is_set():  # the other thread calls step too, and waits for its turn
+            begun.set()
+            at_once.wait(20.0)
+            time.sleep(0.2)
+
+    def second() -> float:
+        begun.wait(20.0)
+        at_once.wait(20.0)
+        return pipe.step(torch.ones(8, 4)).loss
+
+    pipe.on("0F0", before=meet)
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(second)
+        first = pool.submit(lambda: pipe.step(torch.ones(8, 4)).loss)
+        assert first.result(60.0) != other.result(60.0)
+    assert numbers == [1, 2]
+    assert pipe.randomness.step == 2
+
+
+def test_a_gradient_that_flows_on_may_come_to_a_step_in_another_thread() -> None:
+    """As on a GPU, where autograd runs the caller's graph in threads of its own."""
+    outer, inner = (make(schedule="1F1B") for _ in range(2))
+    loss = inner.step(X, target=Y).loss
+
+    class Calling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                losses = [pool.submit(enabled, pipe).result(20.0) for pipe in (inner, outer)]
+            assert losses == [loss, loss]
+            return gradients[0]
+
+    def enabled(pipe: Pipeline) -> float:
+        with torch.enable_grad():
+            return pipe.step(X, target=Y).loss
+
+    x = X.clone().requires_grad_()
+    outer.step(cast("Any", Calling).apply(x), target=Y)
+    assert x.grad is not None
+    assert outer.randomness.step == 2
+
+
 def test_pipelines_and_plain_models_in_threads_leave_each_other_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -358,11 +413,19 @@ def test_a_recorded_result_is_shown_in_a_line() -> None:
     assert len(repr(make().step(X, target=Y, record=True))) < 300
 
 
-def live(group: Any) -> dict[str, Any]:
-    """A worker's task: pipelines after others, one of which failed; then the user's group is used."""
+@in_processes(3)
+def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_own(
+    group: Any,
+) -> None:
+    """Pipelines after others, one of which failed; then the user's group is used."""
+    plain, stage = chain(), group.rank()
+    wanted = mean_loss(plain(X), Y)
+    wanted.backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     first = make(ranks=3, mesh=group)
     loss = first.step(X, target=Y).loss
-    norm, values = first.clip_grad_norm_(1e-3), first.job.meet(lambda: first.is_main_process)
+    assert first.clip_grad_norm_(1e-3) == pytest.approx(expected)
+    assert first.job.meet(lambda: first.is_main_process) == [True, False, False]
     # What is raised after a close, in a context that closes again, passes through.
     with suppress(KeyError), first:
         first.close()
@@ -371,35 +434,16 @@ def live(group: Any) -> dict[str, Any]:
     def broken(output: Tensor, target: Tensor) -> Tensor:
         raise ValueError("this loss is broken")
 
-    error = ""
-    with make(ranks=3, loss_fn=broken, mesh=group) as pipe:
-        try:
-            pipe.step(X, target=Y)
-        except (ValueError, PeerFailed, StageError) as caught:
-            error = str(caught)
+    refused = pytest.raises((ValueError, PeerFailed, StageError), match="this loss is broken")
+    with make(ranks=3, loss_fn=broken, mesh=group) as pipe, refused:
+        pipe.step(X, target=Y)
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
+    assert total == 3
     with make(ranks=3, mesh=group) as one, make(ranks=3, schedule="ZB-H1", mesh=group) as other:
         losses = [pipe.step(X, target=Y).loss for pipe in (one, other, one)]
-    names = sorted(gradients(first))
-    return {"losses": [loss, *losses], "norm": norm, "names": names, "values": values,
-            "error": error, "total": float(total)}  # fmt: skip
-
-
-def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_own(
-    workers: WorkerPool,
-) -> None:
-    plain = chain()
-    loss = mean_loss(plain(X), Y)
-    loss.backward()
-    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
-    for stage, answer in enumerate(workers.run(f"{__name__}:live", 3, 100.0)):
-        assert answer["names"] == [f"{stage}.0.bias", f"{stage}.0.weight"]
-        assert answer["losses"] == [pytest.approx(float(loss.detach()))] * 4
-        assert answer["norm"] == pytest.approx(norm)
-        assert answer["values"] == [True, False, False]
-        assert "this loss is broken" in answer["error"]
-        assert answer["total"] == 3.0
+    assert [loss, *losses] == [pytest.approx(float(wanted.detach()))] * 4
+    assert sorted(gradients(first)) == [f"{stage}.0.bias", f"{stage}.0.weight"]
 
 
 def test_it_shows_its_ranks_stages_and_modules() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ from penstock.errors import (
 )
 from penstock.partition import partition
 from penstock.schedule import Action, Op, Placement, Schedule, build
-from penstock.testing import WorkerPool
 from tests.catalogue.making import Does
 from tests.pipeline.models import STAGES, X, Y, chain, gradients, make, mean_loss, named
+from tests.processes import in_processes
 
 Refusal = tuple[Callable[[], Any], type[PenstockError], str]
 
@@ -194,6 +193,8 @@ SLIPS: dict[str, Slip] = {
         "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks"),
     "no gradients": (lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y), UsageError,
         "step needs gradients, and under torch.inference_mode"),
+    "no gradients wanted": (lambda pipe: torch.no_grad()(pipe.step)(X, target=Y), UsageError,
+        r"under torch.no_grad\(\) there are none; call it outside, or use evaluate"),
 }  # fmt: skip
 
 
@@ -286,84 +287,56 @@ WITH_DATA = {"a wrong type"}
 """Slips that show only when stages run with data; between processes they end the pipeline."""
 
 
-def slip(group: Any, culprit: int | None, names: list[str]) -> list[Any]:
-    """What this process is told of slips of one rank, or all, and the losses of the steps between them."""
-    pipe, rank = make(mesh=group), torch.distributed.get_rank()
-    found: list[Any] = []
-    for name in names:
+@pytest.mark.parametrize("culprit", [None, 0, 1])
+@in_processes(2, 100.0)
+def test_every_rank_refuses_alike_and_the_next_step_works(group: Any, culprit: int | None) -> None:
+    """One rank slips, or all."""
+    pipe, rank = make(mesh=group), group.rank()
+    loss = pipe.step(X, target=Y).loss
+    pipe.zero_grad()
+    for name in sorted(SLIPS.keys() - WITH_DATA) if culprit is None else ALONE:
         call, kind, says = SLIPS[name]
-        try:
-            if culprit in (None, rank):
-                call(pipe)
-            else:
-                pipe.step(X, target=Y)
-        except PenstockError as error:
-            alike = isinstance(error, kind) and re.search(says, str(error)) is not None
-            found.append([alike, str(error), error.rank, error.__cause__ is not None])
-        found.append(pipe.step(X, target=Y).loss)
+        with pytest.raises(kind, match=says) as caught:
+            call(pipe) if culprit in (None, rank) else pipe.step(X, target=Y)
+        error, told = caught.value, [str(caught.value), caught.value.rank]
+        mine, other = pipe.job.meet(partial(list, told))
+        assert mine == other, name
+        if culprit is not None:
+            assert str(error).startswith(f"rank {culprit}: ")
+            assert error.rank == culprit
+            assert rank == culprit or error.__cause__ is None, "the cause is told once"
+        assert pipe.step(X, target=Y).loss == loss
         pipe.zero_grad()
     pipe.close()
-    return found
 
 
-@pytest.mark.parametrize("culprit", [None, 0, 1])
-def test_every_rank_refuses_alike_and_the_next_step_works(
-    workers: WorkerPool, culprit: int | None
-) -> None:
-    names = sorted(SLIPS.keys() - WITH_DATA) if culprit is None else list(ALONE)
-    loss = make().step(X, target=Y).loss
-    first, second = workers.run(f"{__name__}:slip", 2, 100.0, culprit=culprit, names=names)
-    assert first[1::2] == second[1::2] == [loss] * len(names)
-    for name, mine, others in zip(names, first[::2], second[::2], strict=True):
-        assert mine[:2] == others[:2], name
-        assert mine[0], f"{name}: {mine[1]}"
-        if culprit is not None:
-            assert mine[1].startswith(f"rank {culprit}: ")
-            assert mine[2] == others[2] == culprit
-            assert [mine[3], others[3]][1 - culprit] is False, "the cause is told once"
-
-
-def set_up(group: Any) -> list[Any]:
-    """A worker's task: what it is told of too many ranks and another process's stages; what it moves."""
-    rank, texts = torch.distributed.get_rank(), []
-    wrong: list[Callable[[], Any]] = [
-        lambda: make(ranks=3, mesh=group),
-        lambda: Pipeline.from_stages(stages(1 - rank), schedule="1F1B", mesh=group),
-    ]
-    for call in wrong:
-        with pytest.raises(UsageError) as caught:
-            call()
-        texts.append(str(caught.value))
+@in_processes(2)
+def test_every_process_is_told_and_moves_its_own_stages_alone(group: Any) -> None:
+    """Of too many ranks and another process's stages."""
+    rank = group.rank()
+    with pytest.raises(UsageError, match="2 processes were started for a pipeline of 3 ranks"):
+        make(ranks=3, mesh=group)
+    says = rf"rank {rank} holds stages \[{1 - rank}\]; 1F1B places \[{rank}\] there"
+    with pytest.raises(UsageError, match=says):
+        Pipeline.from_stages(stages(1 - rank), schedule="1F1B", mesh=group)
     # No stage has data to move but this one, so a move of the other is an error.
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1 - rank].to("meta")
     make(model, device="cpu", mesh=group).close()
-    return [*texts, *(parameter.is_meta for parameter in model.parameters())][::1]
+    are_meta = [parameter.is_meta for parameter in model.parameters()]
+    assert are_meta[::2] == [rank == 1, rank == 0]
 
 
-def cut_twice(group: Any) -> list[str]:
-    """A worker's task: what it is told of a second pipeline of a model, made before the cut or after it."""
-    model, texts = named(), []
+@in_processes(2)
+def test_a_model_whose_weights_went_to_other_ranks_is_not_cut_again(group: Any) -> None:
+    """By a second pipeline, made before the cut or after it."""
+    model = named()
     pipe, early = make(model, mesh=group), make(model, mesh=group)
     pipe.step(X, target=Y)
     for other in (early, make(model, mesh=group)):
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match="an earlier Pipeline has cut this model"):
             other.step(X, target=Y)
-        texts.append(str(caught.value))
     pipe.step(X, target=Y)
-    return texts
-
-
-def test_a_model_whose_weights_went_to_other_ranks_is_not_cut_again(workers: WorkerPool) -> None:
-    for texts in workers.run(f"{__name__}:cut_twice", 2, 100.0):
-        assert all("an earlier Pipeline has cut this model" in text for text in texts), texts
-
-
-def test_every_process_is_told_and_moves_its_own_stages_alone(workers: WorkerPool) -> None:
-    for rank, (ranks, others, *are_meta) in enumerate(workers.run(f"{__name__}:set_up", 2, 100.0)):
-        assert "2 processes were started for a pipeline of 3 ranks" in ranks
-        assert others == f"rank {rank} holds stages [{1 - rank}]; 1F1B places [{rank}] there"
-        assert are_meta[::2] == [rank == 1, rank == 0]
 
 
 def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

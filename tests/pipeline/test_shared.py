@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from penstock.partition import Shared
 from penstock.testing import WorkerPool, judge
 from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
 from tests.pipeline.models import X, Y, gradients, logged, mean_loss
+from tests.processes import in_processes
 
 TIED = LANGUAGE["tied"]
 
 
-def run_training(group: Any) -> dict[str, Any]:
-    """A worker's task: the norms of some steps, and the bits of what is shared after them."""
+@in_processes(2, 100.0)
+def test_copies_stay_bit_equal(group: Any) -> None:
+    """After some steps, and so are the norms."""
     of = LANGUAGE["looped"]()
     with pipeline(of, LOOPED, schedule="ZB-V", mesh=group) as pipe:
         optimizer, norms = torch.optim.AdamW(pipe.parameters(), lr=1e-2), []
@@ -30,12 +33,9 @@ def run_training(group: Any) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         held = pipe.weights.state_dict()
-    return {"norms": norms, "shared": {n: t.tolist() for n, t in held.items() if "blocks." in n}}
-
-
-def test_copies_stay_bit_equal(workers: WorkerPool) -> None:
-    one, two = workers.run(f"{__name__}:run_training", 2, 100.0)
-    assert one["shared"]
+        shared = {name: t.tolist() for name, t in held.items() if "blocks." in name}
+        one, two = pipe.job.meet(lambda: [norms, shared])
+    assert shared
     assert one == two
 
 
@@ -93,7 +93,7 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
 
 
 def replace_here(group: Any = None) -> None:
-    """A shared weight becomes another tensor in one stage of this process; also a worker's task."""
+    """A shared weight becomes another tensor in one stage of this process."""
     of = TIED()
     with pipeline(of, 2, mesh=group, cut=True) as pipe:
         if group is None:
@@ -108,10 +108,13 @@ def replace_here(group: Any = None) -> None:
             pipe.step(*of.args, target=of.target)
 
 
-@pytest.mark.timeout(60)
-def test_a_shared_weight_that_was_replaced_is_named(workers: WorkerPool) -> None:
+def test_a_shared_weight_that_was_replaced_is_named() -> None:
     replace_here()
-    workers.run(f"{__name__}:replace_here", 2)
+
+
+@in_processes(2)
+def test_so_it_is_between_processes(group: Any) -> None:
+    replace_here(group)
 
 
 def test_stages_that_were_filled_one_by_one_are_tied_before_they_are_loaded() -> None:
@@ -168,26 +171,23 @@ def test_copies_start_equal_and_the_ranks_with_another_one_are_named(workers: Wo
     )
 
 
-def run_by_hand(group: Any, told: list[int], width: int) -> str:
-    """A worker's task: stages by hand, some ranks told of what they share."""
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("told", "width", "says"),
+    [
+        ([0], 0, "were given different tables of shared weights"),
+        ([0, 1], 1, "share 'weight', but it differs between them"),
+        ([0, 1], 0, ""),
+    ],
+)
+@in_processes(2)
+def test_what_ranks_are_told_must_agree(group: Any, told: list[int], width: int, says: str) -> None:
+    """Of stages by hand, of which some ranks are told what they share."""
     rank = group.rank()
-    module = nn.Linear(4, 4 + width * rank, bias=False)
+    stage = PipelineStage(nn.Linear(4, 4 + width * rank, bias=False), rank, 2)
     table = [Shared(("weight",), ((0, "weight"), (1, "weight")))] if rank in told else []
-    try:
-        Pipeline.from_stages(
-            [PipelineStage(module, rank, 2)], schedule="1F1B", shared=table, mesh=group
-        ).close()
-    except AgreementError as error:
-        return str(error)
-    return "made"
-
-
-def test_what_ranks_are_told_must_agree(workers: WorkerPool) -> None:
-    for answer in workers.run(f"{__name__}:run_by_hand", 2, 100.0, told=[0], width=0):
-        assert "were given different tables of shared weights" in answer
-    for answer in workers.run(f"{__name__}:run_by_hand", 2, 100.0, told=[0, 1], width=1):
-        assert "share 'weight', but it differs between them" in answer
-    assert workers.run(f"{__name__}:run_by_hand", 2, 100.0, told=[0, 1], width=0) == ["made"] * 2
+    with pytest.raises(AgreementError, match=says) if says else nullcontext():
+        Pipeline.from_stages([stage], schedule="1F1B", shared=table, mesh=group).close()
 
 
 def test_layers_of_two_stages_with_one_weight_run_under_autocast() -> None:

@@ -22,8 +22,8 @@ from penstock.errors import UsageError
 from penstock.pipeline import peak_flops
 from penstock.schedule import Schedule
 from penstock.schedule.action import MESSAGE_OPS
-from penstock.testing import WorkerPool
 from tests.catalogue.making import Does
+from tests.processes import in_processes
 
 X = torch.ones(4, 4)
 
@@ -109,17 +109,13 @@ def test_in_one_process_the_ranks_are_replayed(schedule: str) -> None:
     assert record(make(ranks=1))[0] == "measured"
 
 
-def record_on_ranks(group: Any) -> list[Any]:
-    """A worker's task."""
+@in_processes(2)
+def test_processes_measure_and_share(group: Any) -> None:
     with make(mesh=group) as pipe:
-        return record(pipe)
-
-
-def test_processes_measure_and_share(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:record_on_ranks", 2, 100.0)
-    assert first == second
-    assert first[:2] == ["measured", expected(make().schedule)]
-    assert 0 <= first[2] < 1
+        kind, rows, bubble = record(pipe)
+        assert pipe.job.meet(lambda: [kind, rows, bubble]) == [[kind, rows, bubble]] * 2
+    assert (kind, rows) == ("measured", expected(pipe.schedule))
+    assert 0 <= bubble < 1
 
 
 # ---- how fast a step was

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,22 @@ from torch import Tensor, nn
 
 from penstock import Pipeline, PipelineStage, read_weights
 from penstock.errors import StateDictError, UsageError
-from penstock.testing import WorkerPool
 from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
+from tests.processes import in_processes
 
 
-class Plain(nn.Module):
+def plain() -> nn.Module:
     """Has buffers of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.arange(3.0))
-        self.register_buffer("not_kept", torch.arange(3.0), persistent=False)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value
+    module = Does(lambda _, value: value, kept=torch.arange(3.0))
+    module.register_buffer("not_kept", torch.arange(3.0), persistent=False)
+    return module
 
 
 def buffered() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Plain(), nn.Linear(4, 4), Plain(), nn.Linear(4, 4)).double()
+    return nn.Sequential(plain(), nn.Linear(4, 4), plain(), nn.Linear(4, 4)).double()
 
 
 def shaken(model: nn.Module) -> nn.Module:
@@ -168,55 +165,38 @@ def test_one_name_of_a_tied_weight_is_enough_in_files(kept: str, tmp_path: Path)
 # ---- processes
 
 
-def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, Any]:
-    """A worker's task: everything above, with a process a rank."""
+@pytest.mark.parametrize(
+    ("shape", "schedule"), [("tied", "ZBVZeroBubble"), ("looped", "DualPipeV")]
+)
+@in_processes(2, 100.0)
+def test_processes_together(group: Any, shape: str, schedule: str, tmp_path: Path) -> None:
+    """Everything above, with a process a rank."""
     of = LANGUAGE[shape]()
     state, stages = shaken(of.model).state_dict(), LOOPED if shape == "looped" else 4
     pipe, fresh = (pipeline(of, stages, schedule=schedule, mesh=group) for _ in range(2))
     before = pipe.weights.state_dict(full=True)
-    start = _distance(before, of.model.state_dict())
-    with pytest.raises(StateDictError) as strict:
+    with pytest.raises(StateDictError, match=r'Unexpected key.* in state_dict: "else.weight"'):
         pipe.weights.load_state_dict(spoiled(shaken(of.model)))
     result = pipe.weights.load_state_dict(spoiled(shaken(of.model)), strict=False)
+    expected = shaken(of.model).load_state_dict(spoiled(of.model), strict=False)
+    assert list(result) == [expected.missing_keys, ["else.weight"]]
     pipe.weights.load_state_dict(state)
     full = pipe.weights.state_dict(full=True)
-    pipe.weights.save(folder)
+    assert before.keys() == full.keys() == (set() if group.rank() else state.keys())
+    pipe.weights.save(tmp_path)
     pipe.job.meet(lambda: None)
-    fresh.weights.load(folder)
+    fresh.weights.load(tmp_path)
     parts = [one.weights.state_dict() for one in (pipe, fresh)]
+    for found, wanted in [
+        (before, of.model.state_dict()),
+        *((one, state) for one in (full, *parts)),
+    ]:
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+    mine, others = pipe.job.meet(lambda: sorted(parts[0]))
+    assert {*mine, *others} == state.keys()
+    of.model.load_state_dict(read_weights(tmp_path))
     pipe.close()
     fresh.close()
-    return {
-        "keys": [len(before), len(full)],
-        "gaps": [start, *(_distance(one, state) for one in (full, *parts))],
-        "strict": str(strict.value),
-        "result": list(result),
-        "own": sorted(parts[0]),
-    }
-
-
-def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return max([float((found[n] - expected[n]).abs().max()) for n in found], default=0.0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "schedule", "ranks"),
-    [("tied", "ZBVZeroBubble", 2), ("looped", "1F1B", 4)],
-)
-def test_processes_together(
-    workers: WorkerPool, tmp_path: Path, shape: str, schedule: str, ranks: int
-) -> None:
-    plain = LANGUAGE[shape]().model
-    expected = copy.deepcopy(plain).load_state_dict(spoiled(plain), strict=False)
-    task, folder = f"{__name__}:run_state", str(tmp_path)
-    answers = workers.run(task, ranks, 100.0, shape=shape, schedule=schedule, folder=folder)
-    for rank, answer in enumerate(answers):
-        assert answer["keys"] == [0 if rank else len(plain.state_dict())] * 2
-        assert max(answer["gaps"]) == 0.0
-        assert answer["result"] == [expected.missing_keys, ["else.weight"]]
-        assert 'Unexpected key(s) in state_dict: "else.weight"' in answer["strict"]
-    assert {name for answer in answers for name in answer["own"]} == plain.state_dict().keys()
-    copy.deepcopy(plain).load_state_dict(read_weights(tmp_path))
 
 
 # ---- the norm
@@ -246,24 +226,15 @@ def test_the_norm_does_not_depend_on_the_placement() -> None:
     assert len(found) == 1
 
 
-def clip_by_torch(group: Any) -> str:
-    """A worker's task: all that learns is on rank 1, which need not ask rank 0 for the norm."""
+@in_processes(2)
+def test_torchs_norm_where_one_rank_has_all_that_learns(group: Any) -> None:
+    """There it is right, and the other rank is told instead of waiting for it."""
     model = chain(2)
     model[0].requires_grad_(False)
     pipe = make(model, mesh=group, ranks=None)
     pipe.step(X, target=Y)
-    text = ""
-    try:
+    told = pytest.raises(UsageError, match="clip_grad_norm_")
+    with nullcontext() if group.rank() else told:
         nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
-    except UsageError as error:
-        text = str(error)
     pipe.clip_grad_norm_(1e-3)
     pipe.close()
-    return text
-
-
-def test_torchs_norm_where_one_rank_has_all_that_learns(workers: WorkerPool) -> None:
-    """There it is right, and the other rank is told instead of waiting for it."""
-    without, with_all = workers.run(f"{__name__}:clip_by_torch", 2, 30.0)
-    assert with_all == ""
-    assert "clip_grad_norm_" in without

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.partition import Shared
 from penstock.pipelining import PipelineStage
 from penstock.pipelining.schedules import PipelineScheduleSingle
-from penstock.testing import WorkerPool
 from tests.pipelining.stages import OURS, WIDTH, Held, Layer, X, Y, sum_loss
 from tests.pipelining.test_processes import loop_of_turns
+from tests.processes import in_processes
 
 PART = X[:2]
 
@@ -137,21 +138,15 @@ WRONG: list[tuple[Any, int, str]] = [
 """What a loop does wrong, and which rank says what."""
 
 
-def wrong_loops(group: Any) -> list[str]:
-    texts = []
-    for function, *_ in WRONG:
+@in_processes(2)
+def test_a_loop_that_goes_wrong_is_named_on_every_rank(group: Any) -> None:
+    for function, rank, says in WRONG:
         held = Held(OURS, group, "GPipe")
         Early.says, Early.current = staticmethod(function), held.schedule(Early, 2)
-        with pytest.raises(Exception, match=r".") as caught:
+        with pytest.raises(Exception, match=r".") as caught:  # on the other rank any error
             Early.current.step(*([PART] if held.is_first else []), return_outputs=False)
-        texts.append(f"{caught.typename}: {caught.value}")
-    return texts
-
-
-def test_a_loop_that_goes_wrong_is_named_on_every_rank(workers: WorkerPool) -> None:
-    ranks = workers.run(f"{__name__}:wrong_loops", 2, 60.0)
-    for place, (_, rank, says) in enumerate(WRONG):
-        assert re.search(says, ranks[rank][place])
+        text = f"{caught.typename}: {caught.value}"
+        assert group.rank() != rank or re.search(says, text), text
 
 
 # ---- weights that stages share: equal where that is asked for
@@ -165,7 +160,9 @@ def tied() -> list[nn.Module]:
     return [first, last]
 
 
-def train(group: Any, asked: bool) -> list[list[float]]:
+@pytest.mark.parametrize("asked", [True, False])
+@in_processes(2)
+def test_shared_weights_over_processes(group: Any, asked: bool) -> None:
     held = Held(OURS, group, "GPipe", tied)
     (stage,) = held.stages
     stage.shared = TABLE if asked else ()
@@ -179,11 +176,6 @@ def train(group: Any, asked: bool) -> list[list[float]]:
             optimizer.zero_grad()
     if asked:
         torch.testing.assert_close(stage.submod.weight, held.plain[0].weight)
-    weight: list[list[float]] = stage.submod.weight.tolist()
-    return weight
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_shared_weights_over_processes(workers: WorkerPool, asked: bool) -> None:
-    first, last = workers.run(f"{__name__}:train", 2, 60.0, asked=asked)
-    assert (first == last) is asked
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, stage.submod.weight.tolist(), group)
+    assert (both[0] == both[1]) is asked

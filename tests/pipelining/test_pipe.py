@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,13 @@ from penstock.pipelining import (
     pipe_split,
     pipeline,
 )
-from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from penstock.testing import Case, WorkerPool, judge
+from penstock.pipelining.schedules import get_schedule_class
+from penstock.testing import Case, judge
 from tests.catalogue.making import calls_of, case_of, loss_of
 from tests.catalogue.models import MODELS
 from tests.integrations.trainers import make_model
 from tests.pipelining.stages import CHUNKS, THEIRS, placed
+from tests.processes import in_processes
 
 X = torch.ones(2, 4)
 
@@ -69,19 +70,26 @@ class Named(nn.Module):
         return out if y is None else out + y
 
 
-class InPlace(nn.Module):
-    """Changes in place what it was passed: an argument, and a value that a later part uses again."""
+class Chained(nn.Module):
+    """Layers with the letters as names, and a function of them and the input."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., Any], names: str = "ab", width: int = 4) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+        self.run = run
+        for name in names:
+            setattr(self, name, nn.Linear(width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.a(x * 1.5)
-        x += 1.0
-        second = self.b(first * 1.5)
-        first.mul_(2.0)
-        return self.d(self.c(second + first) + x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, **more: Any) -> Any:
+        return self.run(self, x, **more)
+
+
+def in_place(m: Any, x: Tensor) -> Any:
+    """Changes in place what it was passed: an argument, and a value that a later part uses again."""
+    first = m.a(x * 1.5)
+    x += 1.0
+    second = m.b(first * 1.5)
+    first.mul_(2.0)
+    return m.d(m.c(second + first) + x)
 
 
 def before(*paths: str) -> dict[str, SplitPoint]:
@@ -112,7 +120,7 @@ EXAMPLES: dict[str, tuple[Callable[[], Case], dict[str, SplitPoint] | None]] = {
     "words": (MODELS["gpt"], before("layers.1", "layers.3", "norm")),
     "marked": (of(Marked, 6, count=2), None),
     "sizes": (of(Named, 3, 4), None),
-    "in place": (of(InPlace, 6), before("b", "c", "d")),
+    "in place": (of(lambda: Chained(in_place, "abcd", 6), 6), before("b", "c", "d")),
 }
 """What makes a case, and where its model is cut; None where its code says."""
 
@@ -186,34 +194,21 @@ def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name:
         close(pipe.split_gm(*copy.deepcopy(args), **kwargs), plain)
 
 
-class Loop(PipelineScheduleMulti):
-    """A loop over the stages of a rank, call by call."""
-
-    def _step_microbatches(self, *batch: Any, **_: Any) -> None:
-        args, kwargs, targets, losses = [*batch, None, None, None][:4]
-        args, kwargs = self._check_inputs(args, kwargs, targets)
-        held: Sequence[Any] = self._stages
-        for stage, index in [(s, i) for s in held for i in range(self._n_microbatches)]:
-            stage.get_fwd_recv_ops(index)
-            output = stage.forward_one_chunk(index, args[index], kwargs[index])
-            self._maybe_compute_loss(stage, output, targets, index)
-            stage.get_fwd_send_ops(index)
-        for stage, index in [(s, i) for s in held[::-1] for i in range(self._n_microbatches)]:
-            stage.get_bwd_recv_ops(index)
-            stage.backward_one_chunk(index, loss=self._maybe_get_loss(stage, index))
-            stage.get_bwd_send_ops(index)
-        self._update_losses(held, losses)
-        for stage in held:
-            stage.perform_reduce_grad(self._n_microbatches)
-
-
-def piped(group: Any, name: str, schedule: str) -> None:
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *[("marked", "Interleaved1F1B"), ("sizes", "ZBVZeroBubble")],
+        pytest.param("words", "Interleaved1F1B", marks=pytest.mark.nightly),
+    ],
+)
+@in_processes(2, 100.0)
+def test_a_pipe_over_processes(group: Any, name: str, schedule: str) -> None:
     """Two steps of this process's stages: the gradients are the model's."""
     case, rank = EXAMPLES[name][0](), dist.get_rank(group)
     model, expected = case.model, copy.deepcopy(case.model)
     stages = stages_of(cut(name, model), group, placed(schedule, 2)[rank])
-    kind: Any = Loop if schedule == "by hand" else get_schedule_class(schedule)
-    one = kind(stages, CHUNKS, loss_fn=loss_of)
+    one = get_schedule_class(schedule)(stages, CHUNKS, loss_fn=loss_of)
     for _ in range(2):
         batch = batch_of(case)
         if rank:
@@ -227,18 +222,6 @@ def piped(group: Any, name: str, schedule: str) -> None:
     for stage in stages:
         for path, parameter in stage.submod.named_parameters():
             close(parameter.grad, expected.get_parameter(path).grad)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        *[("marked", "Interleaved1F1B"), ("sizes", "ZBVZeroBubble"), ("marked", "by hand")],
-        pytest.param("words", "Interleaved1F1B", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str) -> None:
-    workers.run(f"{__name__}:piped", 2, 100.0, name=name, schedule=schedule)
 
 
 def test_torch_cuts_the_same() -> None:
@@ -293,17 +276,6 @@ def test_a_chain_makes_a_pipeline() -> None:
     judge(case, Pipeline.from_stages(stages, **options)).check(1e-12)
 
 
-class Chained(nn.Module):
-    """Two linear layers, and a function of them and the input."""
-
-    def __init__(self, run: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.run = nn.Linear(4, 4), nn.Linear(4, 4), run
-
-    def forward(self, x: Tensor, **more: Any) -> Tensor:
-        return self.run(self, x, **more)
-
-
 def test_dropout_follows_the_mode() -> None:
     model = Chained(lambda m, x: m.b(nn.functional.dropout(m.a(x), 0.5, m.training))).eval()
     x = torch.ones(8, 4)
@@ -340,26 +312,18 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
     torch.testing.assert_close(pipe.split_gm(x), model(x))
 
 
-class Tied(nn.Module):
-    """Two layers with one weight, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = (nn.Linear(4, 4, bias=False) for _ in range(2))
-        self.last.weight = self.first.weight
-        self.register_buffer("shift", torch.ones(4), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x) + self.get_buffer("shift"))  # type: ignore[no-any-return]
-
-
 def test_stages_hold_what_they_use_under_the_models_names() -> None:
-    model = Tied()
-    pipe = pipeline(model, (X,), split_spec=before("last"))
+    model: Any = Chained(lambda m, x: m.b(m.a(x) + m.shift))
+    model.b.weight = model.a.weight
+    model.register_buffer("shift", torch.ones(4), persistent=False)
+    pipe = pipeline(model, (X,), split_spec=before("b"))
     stages = [pipe.get_stage_module(index) for index in range(2)]
-    assert [list(stage.state_dict()) for stage in stages] == [["first.weight"], ["last.weight"]]
+    assert [list(stage.state_dict()) for stage in stages] == [
+        ["a.weight", "a.bias"],
+        ["b.weight", "b.bias"],
+    ]
     assert [[n for n, _ in stage.named_buffers()] for stage in stages] == [["shift"], []]
-    assert pipe.replicated_params == [{"submod_pp_0": "first.weight", "submod_pp_1": "last.weight"}]
+    assert pipe.replicated_params == [{"submod_pp_0": "a.weight", "submod_pp_1": "b.weight"}]
     torch.testing.assert_close(pipe.split_gm(X), model(X))
     # In one stage it is no replica.
     assert pipeline(model, (X,), split_spec={}).replicated_params == []
@@ -383,6 +347,9 @@ def chain() -> nn.Sequential:
 
 class Choosy(Chained):
     """Takes another path for long inputs, for many samples, and if asked to."""
+
+    a: nn.Linear
+    b: nn.Linear
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *, flip: bool, y: Tensor | None = None, where: Any = SplitPoint.END
@@ -444,37 +411,31 @@ class Twice(torch.autograd.Function):
         return grads[0] * 100
 
 
-def hooked(model: Any, x: Tensor) -> Tensor:
+def hooked(model: Any, x: Tensor) -> Any:
     hidden = model.a(x)
     hidden.register_hook(lambda grad: 2 * grad)
-    return model.b(hidden)  # type: ignore[no-any-return]
+    return model.b(hidden)
 
 
-def fenced(model: Any, x: Tensor) -> Tensor:
+def fenced(model: Any, x: Tensor) -> Any:
     with torch.no_grad():
-        return model.b(model.a(x))  # type: ignore[no-any-return]
+        return model.b(model.a(x))
 
 
-def views(model: Any, x: Tensor) -> Tensor:
+def views(model: Any, x: Tensor) -> Any:
     """Changes one of two values that share their memory."""
     x = model.a(x)
     view = x[:, :2]
     y = model.b(x.clone())
     view.add_(1.0)
-    return y + x  # type: ignore[no-any-return]
+    return y + x
 
 
-class Reused(nn.Module):
+def reused(model: Any, x: Tensor) -> Any:
     """Changes in the last stage what the one before used, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x)
-        out = self.c(self.b(hidden))
-        return out + hidden.mul_(2.0)  # type: ignore[no-any-return]
+    hidden = model.a(x)
+    out = model.c(model.b(hidden))
+    return out + hidden.mul_(2.0)
 
 
 def counted(model: Any, x: Tensor) -> Tensor:
@@ -521,7 +482,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "in a region": (lambda: Chained(fenced), IN_B, r"a cut lies within a region .*no_grad"),
     "views": (lambda: Chained(views), IN_B, r"add_.* in stage 1 changes .* in place"),
     "a value of two": (
-        Reused,
+        lambda: Chained(reused, "abc"),
         {"split_spec": before("b", "c")},
         r"mul_.* in stage 2 changes a value of stage 0 in place",
     ),

@@ -41,6 +41,7 @@ from tests.pipelining.stages import (
     mean_loss,
     sum_loss,
 )
+from tests.processes import in_processes
 
 
 def run(workers: WorkerPool, program: str, processes: int = 2, **options: Any) -> list[Any]:
@@ -65,7 +66,22 @@ def scaled_loss(output: Any, target: Tensor, factor: float = 1.0) -> Tensor:
     return loss * factor
 
 
-def asked(group: Any, package: str, schedule: str) -> None:
+BY_DAY = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""Whole backwards and halves, one stage on a rank and several."""
+NIGHTLY = [name for name in (*SINGLE, *MULTI) if name not in BY_DAY]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("package", "schedule"),
+    [
+        *(("penstock", name) for name in BY_DAY),
+        *(("torch", name) for name in ("1F1B", "ZBVZeroBubble")),
+        *(pytest.param("penstock", name, marks=pytest.mark.nightly) for name in NIGHTLY),
+    ],
+)
+@in_processes(2)
+def test_a_schedule_does_what_is_asked(group: Any, package: str, schedule: str) -> None:
     """Arguments by name, summed gradients, options of the loss, merged outputs, and no loss."""
     names, scale = EITHER[package], torch.linspace(0.5, 1.5, 2 * CHUNKS).reshape(-1, 1)
     held = Held(names, group, schedule, loss=mean_loss)
@@ -99,20 +115,6 @@ def asked(group: Any, package: str, schedule: str) -> None:
         assert not any(gradient is not None for gradient in held.gradients().values())
 
 
-BY_DAY = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-"""Whole backwards and halves, one stage on a rank and several."""
-NIGHTLY = [name for name in (*SINGLE, *MULTI) if name not in BY_DAY]
-
-
-@pytest.mark.parametrize(
-    "schedule", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
-)
-def test_a_schedule_does_what_is_asked(workers: WorkerPool, schedule: str) -> None:
-    run(workers, "asked", package="penstock", schedule=schedule)
-    if schedule in ("1F1B", "ZBVZeroBubble"):
-        run(workers, "asked", package="torch", schedule=schedule)
-
-
 # ---- what stages show, and what happens between steps
 
 
@@ -136,7 +138,9 @@ def test_stages_show_the_same_after_a_step(workers: WorkerPool) -> None:
     assert ours == theirs
 
 
-def step_by_step(group: Any, package: str) -> None:
+@pytest.mark.parametrize("package", EITHER)
+@in_processes(2)
+def test_what_happens_between_steps(group: Any, package: str) -> None:
     """Inference whose output goes back by the same group; then other numbers of microbatches."""
     held = Held(EITHER[package], group, "GPipe")
     forwards = held.schedule(held.names._ScheduleForwardOnly, loss_fn=None)
@@ -162,11 +166,6 @@ def step_by_step(group: Any, package: str) -> None:
         output, losses = held.step(one)
         held.check(output, losses)
         assert len(losses) == (count if held.is_last else 0)
-
-
-@pytest.mark.parametrize("package", EITHER)
-def test_what_happens_between_steps(workers: WorkerPool, package: str) -> None:
-    run(workers, "step_by_step", package=package)
 
 
 def refused(group: Any) -> list[str]:
@@ -553,7 +552,9 @@ def loss_of(output: Any, target: Tensor) -> Any:
     return sum_loss(output["logits"] if isinstance(output, dict) else output, target)
 
 
-def handed(group: Any, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "turns"])
+@in_processes(3)
+def test_values_between_stages(group: Any, schedule: str) -> None:
     """Three ranks, under a schedule or a loop of one's own."""
     chosen = loop_of_turns(OURS) if schedule == "turns" else schedule
     for kind in KINDS:
@@ -562,11 +563,6 @@ def handed(group: Any, schedule: str) -> None:
             held.check_steps(held.schedule(chosen, scale_grads=False))
         except Exception as error:
             raise AssertionError(f"{kind}: {error}") from error
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "turns"])
-def test_values_between_stages(workers: WorkerPool, schedule: str) -> None:
-    run(workers, "handed", 3, schedule=schedule)
 
 
 # ---- replicated and sharded stages; tests/parallel/test_stages.py has the named schedules
@@ -599,7 +595,9 @@ class Replicas(Held):
                 set_model_state_dict(module, values, options=options)
 
 
-def spread(group: Any, schedule: str, how: str, folder: str) -> None:
+@pytest.mark.parametrize(("schedule", "how"), [("turns", "ddp"), ("whole order", "fsdp")])
+@in_processes(4)
+def test_replicated_and_sharded_stages(group: Any, schedule: str, how: str, tmp_path: Path) -> None:
     """Three steps of two replicas of two ranks, under a loop or an order that has the collectives."""
     held = Replicas("GPipe" if schedule == "turns" else "Interleaved1F1B", how)
     if schedule == "turns":
@@ -607,7 +605,7 @@ def spread(group: Any, schedule: str, how: str, folder: str) -> None:
     else:
         # It says when sharded stages are gathered, freed and reduced.
         whole = reduce_gradients(prefetch(held.schedule("Interleaved1F1B").schedule))
-        file = Path(folder, f"{dist.get_rank()}.csv")
+        file = Path(tmp_path, f"{dist.get_rank()}.csv")
         file.write_text(to_csv(add_communication(whole)))
         one = held.schedule(OURS._PipelineScheduleRuntime)
         one._load_csv(file, format="compute_comms")
@@ -622,14 +620,8 @@ def spread(group: Any, schedule: str, how: str, folder: str) -> None:
     dist.barrier(group=group)
 
 
-@pytest.mark.parametrize(("schedule", "how"), [("turns", "ddp"), ("whole order", "fsdp")])
-def test_replicated_and_sharded_stages(
-    workers: WorkerPool, schedule: str, how: str, tmp_path: Path
-) -> None:
-    run(workers, "spread", 4, schedule=schedule, how=how, folder=str(tmp_path))
-
-
-def put_off(group: Any) -> None:
+@in_processes(4)
+def test_gradients_over_shards_may_wait_for_a_later_step(group: Any) -> None:
     """Two steps whose gradients over shards are reduced once, at the end of the second."""
     held = Replicas("Interleaved1F1B", "fsdp")
     one = held.schedule("Interleaved1F1B")
@@ -645,7 +637,3 @@ def put_off(group: Any) -> None:
             assert mine.grad is not None
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
     dist.barrier(group=group)
-
-
-def test_gradients_over_shards_may_wait_for_a_later_step(workers: WorkerPool) -> None:
-    run(workers, "put_off", 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import thread_time
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.outputs(nn.functional.gelu(self.inputs(self.norm(x))))
         return x + hidden
+
+
+class Spins(nn.Linear):
+    """Keeps its thread busy for so many seconds."""
+
+    def __init__(self, seconds: float, width: int = 4) -> None:
+        super().__init__(width, width)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        until = thread_time() + self.seconds
+        while thread_time() < until:
+            pass
+        return super().forward(x)
 
 
 class Tower(nn.Module):

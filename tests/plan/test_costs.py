@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from time import thread_time
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ from penstock.plan import (
     predict,
 )
 from penstock.schedule import build, costs_of, looped, v_shaped
-from tests.plan.models import SLOW, Skips, Tower, profile
+from tests.catalogue.making import Does
+from tests.plan.models import SLOW, Skips, Spins, Tower, profile
 
 mse = nn.functional.mse_loss
 
@@ -76,18 +76,8 @@ def test_what_forward_holds_is_what_backward_needs() -> None:
     assert (first.source, first.targets, first.bytes, first.kept) == (0, (1,), narrow, (1,))
 
 
-class Spins(nn.Linear):
-    """Keeps its thread busy for as long as it says."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        until = thread_time() + 0.02
-        while thread_time() < until:
-            pass
-        return super().forward(x)
-
-
 def test_measured_times_are_those_of_the_thread() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), Spins(16, 16), nn.Linear(16, 64))
+    model = nn.Sequential(nn.Linear(16, 16), Spins(0.02, 16), nn.Linear(16, 64))
     first, busy, last = measured(model).units
     assert 0.02 <= busy.forward < 0.03
     assert max(first.forward, last.forward, busy.backward) < 0.01
@@ -176,21 +166,13 @@ def test_a_rank_is_busy_around_actions_with_messages() -> None:
     assert apart == (1.75, 1.25, 1.25, 1.25)
 
 
-class Pooled(nn.Module):
-    """A pooling between units, which keeps where its maxima were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Skips(8), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.second(nn.functional.max_pool1d(self.first(x), 2))
-        return output
-
-
 def test_what_lies_around_a_module_is_not_computed_again() -> None:
-    x = torch.randn(4, 2, 8)
-    first = measure(Pooled(), x, repeats=1).at(4).units[0]
+    """Such as where the maxima of a pooling between units were."""
+    pooled = Does(
+        lambda m, x: m.second(nn.functional.max_pool1d(m.first(x), 2)),
+        first=Skips(8), second=nn.Linear(4, 4),
+    )  # fmt: skip
+    first = measure(pooled, torch.randn(4, 2, 8), repeats=1).at(4).units[0]
     indices = 4 * 2 * 4 * 8
     assert indices <= first.around < first.held
     stages = UnitCosts(4, (first,), ()).stages((0,), looped(1), recompute=[0])
@@ -255,14 +237,10 @@ def test_every_number_of_the_table_has_a_source() -> None:
         assert [costs.wire(count) for count in (8, 9)] == [device.wire(8), device.wire(9)]
 
 
-class Attends(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x)
-
-
 def test_attention_counts_as_a_fused_kernel() -> None:
     """Two products, and five in backward, which computes the scores again; the scores are not held."""
-    model = nn.Sequential(nn.Linear(16, 16), Attends(), nn.Linear(16, 16))
+    attends = Does(lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x))
+    model = nn.Sequential(nn.Linear(16, 16), attends, nn.Linear(16, 16))
     x = torch.empty(2, 4, 8, 16)
     attention = predict(model, x, device=SLOW).at(2).units[1]
     product = 2 * 2 * 4 * 8 * 8 * 16
@@ -273,15 +251,12 @@ def test_attention_counts_as_a_fused_kernel() -> None:
     assert attention.held == statistics
 
 
-class Widens(nn.Linear):
-    """Makes something large that nobody keeps."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.repeat(8, 1).view(8, *x.shape).sum(0))
-
-
 def test_what_is_there_only_while_a_unit_runs_is_extra() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), Widens(16, 16), nn.Linear(16, 64))
+    """Such as something large that a unit makes and nobody keeps."""
+    widens = Does(
+        lambda m, x: m.layer(x.repeat(8, 1).view(8, *x.shape).sum(0)), layer=nn.Linear(16, 16)
+    )
+    model = nn.Sequential(nn.Linear(16, 16), widens, nn.Linear(16, 64))
     plain, wide, _ = predicted(model).units
     size = 4 * 16 * 4
     assert wide.held == size

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.plan import UnitCosts, measure, predict
-from tests.plan.models import SLOW
+from tests.catalogue.making import Does
+from tests.plan.models import SLOW, Spins
 
 LAYERS = [4, 8, 8, 2]
 
@@ -44,81 +46,134 @@ def test_costs_of_a_chain_are_those_one_can_count(measured: bool) -> None:
     ]
 
 
-class Between(nn.Module):
-    """Code of the author between the units: a residual, a product in place, a skip to the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
-        first = self.first(x)
-        hidden = first + 1
-        hidden *= scale
-        hidden = self.second(hidden) + hidden
-        return {"y": self.third(hidden) @ first.t(), "norm": hidden.norm()}
+# ---- what models write between their units, and what units are
 
 
-@pytest.mark.parametrize("measured", [False, True])
-def test_code_between_units_counts_for_the_unit_before_it(measured: bool) -> None:
-    costs = costs_of(Between(), torch.ones(3, 4), measured=measured, scale=0.5)
-    product = 2 * 3 * 4 * 4
-    # The last product is with what the first unit gives; the loss is the last unit's too.
-    assert [unit.flops for unit in costs.units] == [product, product, product + 2 * 3 * 4 * 3]
-    assert [(v.source, v.targets) for v in costs.values] == [(0, (1,)), (0, (2,)), (1, (2,))]
-    times = [time for u in costs.units for time in (u.forward, u.input, u.weight, u.backward)]
-    assert all(time > 0 for time in times)
+def made(function: Callable[..., Any], *units: str, **parts: Any) -> nn.Module:
+    """A model of small linear layers by these names, and of other parts."""
+    return Does(function, **{name: nn.Linear(4, 4) for name in units}, **parts)
 
 
-class Fills(nn.Module):
+def skips(m: Any, x: Tensor, *, scale: float) -> dict[str, Tensor]:
+    """A residual, a product in place, a skip to the end."""
+    first = m.first(x)
+    hidden = first + 1
+    hidden *= scale
+    hidden = m.second(hidden) + hidden
+    return {"y": m.third(hidden) @ first.t(), "norm": hidden.norm()}
+
+
+def fills(m: Any, x: Tensor) -> Any:
     """Writes what its second unit gives into what its first gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x) + 1
-        hidden[:2] = self.second(x[:2])
-        third: Tensor = self.third(hidden)
-        return third
+    hidden = m.first(x) + 1
+    hidden[:2] = m.second(x[:2])
+    return m.third(hidden)
 
 
+def again(m: Any, x: Tensor) -> Any:
+    """Calls a unit three times."""
+    x = m.enter(x)
+    for _ in range(3):
+        x = m.block(x).tanh()
+    return m.leave(x)
+
+
+def tied() -> Any:
+    """Uses the weight of a module that it never calls, as encoder-decoders use that of their tokens."""
+    model: Any = made(lambda m, x: m.second(m.first(x)), "shared", "first", "second")
+    model.first.weight, model.first.bias = model.shared.weight, model.shared.bias
+    return model
+
+
+def routes(m: Any, x: Tensor) -> Tensor:
+    """Sends rows to the expert that a number of each row names."""
+    weights, result = m.gate(x)[:, :2], x
+    for index, expert in enumerate((m.left, m.right)):
+        rows = (weights.argmax(-1) == index).nonzero()[:, 0]
+        result = result.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+    return result
+
+
+def remembers(m: Any, x: Tensor, cache: SimpleNamespace) -> Any:
+    """Computes with all that an object, which is not looked into, holds of its layer."""
+    before = [cache.seen[id(m)]] if id(m) in cache.seen else []
+    cache.seen[id(m)] = torch.cat([*before, x])
+    return m.layer(cache.seen[id(m)])[-len(x) :]
+
+
+def caches(m: Any, x: Tensor) -> Any:
+    cache = SimpleNamespace(seen={})
+    return m.second(m.first(x, cache), cache)
+
+
+def around(unit: nn.Module) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        middle = m.unit(m.first(x))
+        return m.last(middle[0] if isinstance(middle, tuple) else middle)
+
+    return Does(run, first=nn.Linear(4, 4), unit=unit, last=nn.Linear(4, 4))
+
+
+def slope() -> nn.Module:
+    """Differentiates inside, where nobody may look at what is saved."""
+    return Does(
+        lambda m, x: torch.func.grad(lambda row: (row * m.weight).tanh().sum())(x),
+        weight=nn.Parameter(torch.ones(4)),
+    )
+
+
+ROW = 2 * 4 * 4
+"""Operations of a layer for a row."""
+CHAIN = [(0, (1,)), (1, (2,))]
+MADE: dict[str, tuple[Callable[[], nn.Module], list[float] | None, list[Any] | None]] = {
+    # The last product is with what the first unit gives; the loss is the last unit's too.
+    "code between units": (
+        lambda: made(skips, "first", "second", "third"),
+        [3 * ROW, 3 * ROW, 3 * ROW + 2 * 3 * 4 * 3],
+        [(0, (1,)), (0, (2,)), (1, (2,))],
+    ),
+    "writes into another's tensor": (lambda: made(fills, "first", "second", "third"), None, CHAIN),
+    "a unit that is not called": (tied, [0, 3 * ROW, 3 * ROW], None),
+    "a unit that decides by numbers": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), made(routes, "gate", "left", "right"), nn.Linear(4, 4)
+        ),
+        None,
+        CHAIN,
+    ),
+    "a cache that each run finds as it was": (
+        lambda: Does(caches, **{n: made(remembers, "layer") for n in ("first", "second")}),
+        [3 * ROW, 3 * ROW],
+        None,
+    ),
+    "a derivative inside": (lambda: around(slope()), None, CHAIN),
+    "a unit of many calls": (lambda: around(nn.LSTM(4, 4)), None, CHAIN),
+    "a unit that works in place": (lambda: around(nn.ReLU(inplace=True)), None, CHAIN),
+}
+"""Models, the operations of their units, and from where to where values go, where that is of interest."""
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("measured", [False, True])
-def test_what_is_written_into_another_units_tensor_has_a_backward(measured: bool) -> None:
-    costs = costs_of(Fills(), torch.ones(4, 4), measured=measured)
-    assert [(v.source, v.targets) for v in costs.values] == [(0, (1,)), (1, (2,))]
-    assert all(unit.backward > 0 and unit.stash > 0 for unit in costs.units)
-
-
-class Lengthy(nn.Linear):
-    """Keeps its thread busy for so long that noise does not decide which of two units takes longer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        until = time.thread_time() + 0.005
-        while time.thread_time() < until:
-            pass
-        return super().forward(x)
-
-
-class Again(nn.Module):
-    """Calls its unit three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.block, self.leave = (Lengthy(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for _ in range(3):
-            x = self.block(x).tanh()
-        leave: Tensor = self.leave(x)
-        return leave
+@pytest.mark.parametrize("name", MADE)
+def test_any_model_has_units_with_costs(name: str, measured: bool) -> None:
+    make, flops, values = MADE[name]
+    more = {"scale": 0.5} if name == "code between units" else {}
+    costs = costs_of(make(), torch.ones(3, 4), measured=measured, **more)
+    assert flops is None or [unit.flops for unit in costs.units] == flops
+    found = [(v.source, v.targets) for v in costs.values]
+    assert values is None or found == (
+        values if values is not CHAIN else CHAIN[: len(costs.units) - 1]
+    )
+    called = [unit for unit in costs.units if unit.path != "shared"]
+    assert all(t > 0 for u in called for t in (u.forward, u.input, u.backward))
+    assert all(unit.held == 0 for unit in costs.units if unit not in called)
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_all_calls_of_a_unit_count(measured: bool) -> None:
-    enter, block, _ = costs_of(Again(), torch.ones(4, 4), measured=measured).units
+    model = Does(again, **{name: Spins(0.005) for name in ("enter", "block", "leave")})
+    enter, block, _ = costs_of(model, torch.ones(4, 4), measured=measured).units
     assert block.flops == 3 * enter.flops
     # The batch is there anyway; what comes from another call lies there until W.
     assert block.stash == 3 * (enter.stash + 4 * 4 * 4)
@@ -135,71 +190,26 @@ def test_stages_are_equal_by_what_was_measured() -> None:
         costs.cut(2, by="speed")  # type: ignore[arg-type]
 
 
-class Idle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.also, self.idle = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        used: Tensor = self.also(self.used(x))
-        return used
+def moves(m: Any, x: Tensor) -> Any:
+    """Cannot run without data: it looks a name up by a number of a tensor."""
+    return m.layers[str(int(x.detach().isnan().sum()) + 7)](x)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_what_cannot_be_measured_or_predicted_is_refused() -> None:
+    x = torch.ones(3, 4)
     scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
+    unused = made(lambda m, x: m.also(m.used(x)), "used", "also", "idle")
+    move = Does(moves, layers=nn.ModuleDict({"7": nn.Linear(4, 4)}))
+    moving = nn.Sequential(nn.Linear(4, 4), move, nn.Linear(4, 4))
     for model, gist in (
-        (Idle(), r"does not call these modules.*idle"),
+        (unused, r"does not call these modules.*idle"),
         (scripted, "'1' is scripted"),
+        (moving, r"'1' \(Does\) does not run without data .*measure runs"),
     ):
         with pytest.raises(UsageError, match=gist):
-            costs_of(model, torch.ones(3, 4), measured=False)
-
-
-class Tied(nn.Module):
-    """Uses the weight of a module that it never calls, as encoder-decoders use that of their tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
-        self.first.weight, self.first.bias = self.shared.weight, self.shared.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        second: Tensor = self.second(self.first(x))
-        return second
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_a_unit_that_is_not_called_costs_nothing_if_its_weights_are_anothers(
-    measured: bool,
-) -> None:
-    costs = {u.path: u for u in costs_of(Tied(), torch.ones(3, 4), measured=measured).units}
-    assert costs["shared"].flops == costs["shared"].held == 0
-    assert costs["first"].flops == 2 * 3 * 4 * 4
-
-
-class Routes(nn.Module):
-    """Sends rows to the expert that a number of each row names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, result = self.gate(x), x
-        for index, expert in enumerate(self.experts):
-            rows = (weights.argmax(-1) == index).nonzero()[:, 0]
-            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
-        return result
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_a_module_whose_code_decides_by_numbers_is_one_unit(measured: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Routes(), nn.Linear(4, 4))
-    costs = costs_of(model, torch.ones(3, 4), measured=measured)
-    assert [unit.path for unit in costs.units] == ["0", "1", "2"]
-    assert all(unit.forward > 0 and unit.backward > 0 for unit in costs.units)
+            costs_of(model, x, measured=False)
+    assert measure(moving, x, repeats=1).at(3).units
 
 
 class Counts(nn.Linear):
@@ -238,87 +248,3 @@ def test_measuring_leaves_no_trace(measured: bool) -> None:
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
     model(torch.ones(3, 4)).sum().backward()
     assert len(heard) == 2
-
-
-class Slope(nn.Module):
-    """Differentiates inside, where nobody may look at what is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        slope: Tensor = torch.func.grad(lambda row: (row * self.weight).tanh().sum())(x)
-        return slope
-
-
-@pytest.mark.parametrize("measured", [False, True])
-@pytest.mark.parametrize("unit", [Slope(), nn.LSTM(4, 4), nn.ReLU(inplace=True)])
-def test_any_module_can_be_a_unit(unit: nn.Module, measured: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.unit, self.last = nn.Linear(4, 4), unit, nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            middle = self.unit(self.first(x))
-            last: Tensor = self.last(middle[0] if isinstance(middle, tuple) else middle)
-            return last
-
-    costs = costs_of(Model(), torch.ones(2, 4), measured=measured)
-    assert costs.units[0].flops == costs.units[-1].flops == 2 * 2 * 4 * 4
-    assert [(v.source, v.targets) for v in costs.values] == [
-        (n, (n + 1,)) for n in range(len(costs.units) - 1)
-    ]
-
-
-class Cache:
-    """Not looked into: it holds what each layer has seen."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, Tensor] = {}
-
-
-class Remembers(nn.Linear):
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
-        before = [cache.seen[id(self)]] if id(self) in cache.seen else []
-        cache.seen[id(self)] = torch.cat([*before, x])
-        return super().forward(cache.seen[id(self)])[-len(x) :]
-
-
-class Caching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (Remembers(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        cache = Cache()
-        third: Tensor = self.third(self.second(self.first(x, cache), cache), cache)
-        return third
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_each_run_of_a_unit_finds_its_cache_as_it_was(measured: bool) -> None:
-    costs = costs_of(Caching(), torch.ones(3, 4), measured=measured)
-    assert [unit.flops for unit in costs.units] == [2 * 3 * 4 * 4] * 3
-
-
-class Moves(nn.Module):
-    """Cannot run without data: it looks a name up by a number of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.ModuleDict({"7": nn.Linear(4, 4)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second[str(int(x.detach().isnan().sum()) + 7)](x)
-        return output
-
-
-def test_what_cannot_run_without_data_cannot_be_predicted() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Moves())
-    x = torch.randn(2, 4)
-    profile = predict(model, x, device="h100", loss_fn=lambda y: y.sum())
-    with pytest.raises(UsageError, match=r"'1' \(Moves\) does not run without data .*measure runs"):
-        profile.at(2)
-    assert measure(model, x, loss_fn=lambda y: y.sum(), repeats=1).at(2).units

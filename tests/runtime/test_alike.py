@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import Checkpoints, Loss, Pipeline
 from penstock.errors import AgreementError
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, logged, mean_loss
+from tests.processes import in_processes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Tied(nn.Module):
+def run(m: Any, x: Tensor, scale: Any = 1) -> Any:
+    return m.last(torch.tanh(m.middle(torch.tanh(m.first(x))))) * scale
+
+
+def tied() -> nn.Module:
     """Three layers, of which the first and the last share their weight; only a call shows where to cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = (nn.Linear(4, 4).double() for _ in range(3))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor, scale: Any = 1) -> Tensor:
-        hidden = torch.tanh(self.middle(torch.tanh(self.first(x))))
-        output: Tensor = self.last(hidden) * scale
-        return output
+    torch.manual_seed(0)
+    first, middle, last = (nn.Linear(4, 4) for _ in range(3))
+    last.weight = first.weight
+    return Does(run, first=first, middle=middle, last=last).double()
 
 
 def loss_fn(output: Tensor, target: Any) -> Tensor:
@@ -40,7 +40,7 @@ def loss_fn(output: Tensor, target: Any) -> Tensor:
 
 
 def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
-    model = Tied() if model is None else model
+    model = tied() if model is None else model
     warns = Loss(loss_fn, nonfinite="warn")
     return Pipeline(model, mesh=group, ranks=2, microbatches=2, loss_fn=warns, **options)
 
@@ -53,57 +53,46 @@ def own(rank: int, *, seed: int = 0, rows: int = 8) -> Tensor:
 # ---- batches
 
 
-DIFFERENT: dict[str, Callable[[Pipeline, int], Any]] = {
-    "inputs and target": lambda pipe, rank: pipe.step(own(rank), target=own(rank, seed=9)),
-    "target": lambda pipe, rank: pipe.step(X, target=own(rank)),
-    "by name": lambda pipe, rank: pipe.step(x=own(rank), target=Y),
-    "counts": lambda pipe, rank: pipe.step(X, scale=torch.arange(8)[:, None] + rank, target=Y),
-    "evaluated": lambda pipe, rank: pipe.evaluate(own(rank), target=Y),
-    "predicted": lambda pipe, rank: pipe.predict(own(rank)),
-    "demanded by one rank of one without": lambda pipe, rank: (
-        pipe.predict() if rank else pipe.predict(X, same_batch=True)
+DIFFERENT: dict[str, tuple[Callable[[Pipeline, int], Any], str]] = {
+    "inputs and target": (
+        lambda pipe, rank: pipe.step(own(rank), target=own(rank, seed=9)),
+        "argument 0 differs between rank 0 and rank 1, the target",
+    ),
+    "target": (lambda pipe, rank: pipe.step(X, target=own(rank)), "the target"),
+    "by name": (lambda pipe, rank: pipe.step(x=own(rank), target=Y), "argument 'x'"),
+    "counts": (
+        lambda pipe, rank: pipe.step(X, scale=torch.arange(8)[:, None] + rank, target=Y),
+        "'scale'",
+    ),
+    "evaluated": (lambda pipe, rank: pipe.evaluate(own(rank), target=Y), "argument 0"),
+    "predicted": (lambda pipe, rank: pipe.predict(own(rank)), "argument 0"),
+    "demanded by one rank of one without": (
+        lambda pipe, rank: pipe.predict() if rank else pipe.predict(X, same_batch=True),
+        "",
     ),
 }
 
 
-def different(group: Any) -> dict[str, str]:
-    """The error of each call, after each of which the pipeline goes on."""
-    texts = {}
+@in_processes(2)
+def test_a_batch_of_its_own_on_each_rank_is_refused(group: Any) -> None:
+    """After each refusal the pipeline goes on."""
+    refused = partial(pytest.raises, AgreementError)
     with pipeline(group) as pipe:
-        for name, call in DIFFERENT.items():
-            try:
+        for name, (call, gist) in DIFFERENT.items():
+            with refused(match=f"{gist} differs.*DistributedSampler.*same_batch=False") as caught:
                 call(pipe, group.rank())
-                texts[name] = "nothing was said"
-            except AgreementError as error:
-                texts[name] = str(error)
+            text = str(caught.value)
+            assert "differs between rank 0 and rank 1" in text
+            assert name != "target" or "argument 0 differs" not in text
+            assert pipe.job.meet(partial(str, text)) == [text] * 2
         for _ in range(12):
             pipe.step(X, target=Y)
         # Only the first steps, and the first of new shapes, cost a look.
         pipe.step(own(group.rank()), target=Y)
         for rows, same_batch in ((6, None), (8, True)):
-            try:
+            with refused(match="argument 0 differs"):
                 pipe.step(own(group.rank(), rows=rows), target=Y[:rows], same_batch=same_batch)
-            except AgreementError as error:
-                texts[f"then {same_batch}"] = str(error)
         assert pipe.step(own(group.rank(), rows=4), target=Y[:4], same_batch=False).finite
-    return texts
-
-
-def test_a_batch_of_its_own_on_each_rank_is_refused(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:different", 2)
-    assert first == second
-    assert first.keys() == {*DIFFERENT, "then None", "then True"}
-    for text in first.values():
-        assert "differs between rank 0 and rank 1" in text
-        assert "DistributedSampler" in text
-        assert "same_batch=False" in text
-    assert (
-        "argument 0 differs between rank 0 and rank 1, the target differs"
-        in first["inputs and target"]
-    )
-    assert "argument 'x' differs" in first["by name"]
-    assert "'scale' differs" in first["counts"]
-    assert "argument 0 differs" not in first["target"]
 
 
 def infinite(rank: int) -> Tensor:
@@ -127,34 +116,23 @@ HARMLESS: dict[str, Callable[[int], Call]] = {
 }
 
 
-def harmless(group: Any) -> dict[str, str]:
-    texts = {}
+@in_processes(2)
+def test_what_is_the_same_or_missing_is_not_refused(group: Any) -> None:
     with pipeline(group) as pipe:
         for name, of_rank in HARMLESS.items():
             args, kwargs = of_rank(group.rank())
-            try:
-                pipe.step(*args, **kwargs)
-            except Exception as error:
-                texts[name] = f"{type(error).__name__}: {error}"
-    return texts
+            assert pipe.step(*args, **kwargs), name
 
 
-def test_what_is_the_same_or_missing_is_not_refused(workers: WorkerPool) -> None:
-    assert workers.run(f"{__name__}:harmless", 2) == [{}, {}]
-
-
-def side_by_side(group: Any) -> float:
-    """Two pipelines of two ranks, each with a batch of its own."""
+@in_processes(4)
+def test_each_replica_has_a_batch_of_its_own(group: Any) -> None:
+    """Two pipelines of two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    pipe = Pipeline(Tied(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=loss_fn)
+    pipe = Pipeline(tied(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=loss_fn)
     with pipe:
-        return pipe.step(own(pipe.replicas.index), target=Y).loss
-
-
-def test_each_replica_has_a_batch_of_its_own(workers: WorkerPool) -> None:
-    losses = workers.run(f"{__name__}:side_by_side", 4)
-    expected = mean_loss(Tied()(torch.cat([own(0), own(1)])), torch.cat([Y, Y]))
-    assert losses == pytest.approx([float(expected.detach())] * 4)
+        loss = pipe.step(own(pipe.replicas.index), target=Y).loss
+    expected = mean_loss(tied()(torch.cat([own(0), own(1)])), torch.cat([Y, Y]))
+    assert loss == pytest.approx(float(expected.detach()))
 
 
 # ---- optimizers that measure all weights
@@ -192,7 +170,7 @@ def here(sums: Mapping[Any, Tensor]) -> Tensor:
 
 def adapted(group: Any, path: str, whole: bool) -> list[Any]:
     """Losses and d of five steps, the error that ended them, and what a save says."""
-    model = Tied()
+    model = tied()
     with logged() as said, pipeline(group, model) as pipe:
         optimizer = Adapts(model.parameters(), pipe.weights.sum if whole else here)
         losses, text = [], ""
@@ -225,7 +203,7 @@ def test_a_sum_over_the_weights_of_one_rank_is_named(workers: WorkerPool, tmp_pa
 def test_the_sum_over_all_weights_is_that_of_one_process(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    model = Tied()
+    model = tied()
     optimizer, losses = Adapts(model.parameters(), here), []
     for _ in range(5):
         loss = mean_loss(model(X), Y)
@@ -240,9 +218,10 @@ def test_the_sum_over_all_weights_is_that_of_one_process(
         assert ran[2:] == ["", []]
 
 
-def grouped(group: Any) -> list[float]:
+@in_processes(2)
+def test_groups_that_differ_by_what_is_in_them_are_not_refused(group: Any) -> None:
     """Groups of one rank's weights, and of both ranks', whose rates differ from each other."""
-    model = Tied()
+    model = tied()
     with pipeline(group, model) as pipe:
         by_layer = [
             {"params": [weight], "lr": 0.01 / (place + 1)}
@@ -253,14 +232,7 @@ def grouped(group: Any) -> list[float]:
         # Only those of this rank, of which others know nothing.
         mine = [weight for stage in pipe.stages for _, weight in stage.named_parameters()]
         optimizers.append(torch.optim.SGD(mine, lr=0.01 * (1 + pipe.rank)))
-        losses = []
         for _ in range(3):
-            losses.append(pipe.step(X, target=Y).loss)
+            pipe.step(X, target=Y)
             for optimizer in optimizers:
                 optimizer.step()
-        return losses
-
-
-def test_groups_that_differ_by_what_is_in_them_are_not_refused(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:grouped", 2)
-    assert first == second

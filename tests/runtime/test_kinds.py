@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Microbatches, Pipeline, PipelineStage
-from penstock.errors import StageError, UsageError
-from penstock.testing import Case, WorkerPool, judge
+from penstock.errors import AgreementError, StageError, UsageError
+from penstock.testing import Case, judge
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
+from tests.processes import in_processes
 
 
-def unfreeze(group: Any, by_pipe: bool) -> None:
-    """A worker's task: the first module is thawed, by the model or as a recipe does by the weights here."""
+@pytest.mark.parametrize("by_pipe", [True, False])
+@in_processes(2)
+def test_a_frozen_stage_learns_later(group: Any, by_pipe: bool) -> None:
+    """By the model, or as a recipe does by the weights here."""
     model, case = chain(), Case(chain(), (X,), Y, mean_loss)
     with make(model, stages=[["0", "1"], ["2"]], mesh=group) as pipe:
         for learns in (False, True, False):
@@ -30,9 +33,19 @@ def unfreeze(group: Any, by_pipe: bool) -> None:
             judge(case, pipe).check(1e-12)
 
 
-@pytest.mark.parametrize("by_pipe", [True, False])
-def test_a_frozen_stage_learns_later(workers: WorkerPool, by_pipe: bool) -> None:
-    workers.run(f"{__name__}:unfreeze", 2, 60.0, by_pipe=by_pipe)
+@in_processes(2)
+def test_ranks_that_freeze_different_weights_are_told(group: Any) -> None:
+    model = chain()
+    with make(model, stages=[["0", "1"], ["2"]], mesh=group) as pipe:
+        pipe.step(X, target=Y)
+        if pipe.rank == 1:
+            for parameter in pipe.parameters():
+                parameter.requires_grad_(False)
+        with pytest.raises(AgreementError) as caught:
+            pipe.step(X, target=Y)
+    text = str(caught.value)
+    assert text.startswith("the ranks train different weights: the value '1' travels from stage 0")
+    assert "comes back on rank 0, but not on rank 1; give requires_grad the same" in text
 
 
 # ---- what the code between units asks for
@@ -140,22 +153,19 @@ def two() -> Any:
     return layers(lambda m, x, scale: m.two(m.one(x) * scale), "one", "two")
 
 
-def bring(group: Any) -> list[Any]:
-    """A worker's task: rank 0 brings all, rank 1 the target; then each brings some of the arguments."""
+@in_processes(2)
+def test_a_rank_brings_all_arguments_or_the_target_alone(group: Any) -> None:
+    """Rank 0 brings all, rank 1 the target; then each brings some of the arguments."""
     pipe, rank = make(two(), stages=["two"], mesh=group), group.rank()
     alone = pipe.step(X, scale=Y) if rank == 0 else pipe.step(target=Y)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(
+        UsageError, match=r"rank 0 was given the arguments \[0\] .* rank 1 \['scale'"
+    ):
         pipe.step(X, target=Y) if rank == 0 else pipe.step(scale=Y, target=Y)
     both = pipe.step(X, scale=Y, target=Y)
     pipe.close()
-    return [alone.loss, both.loss, str(caught.value)]
-
-
-def test_a_rank_brings_all_arguments_or_the_target_alone(workers: WorkerPool) -> None:
     expected = float(mean_loss(two()(X, Y), Y).detach())
-    for alone, both, text in workers.run(f"{__name__}:bring", 2, 60.0):
-        assert [alone, both] == [pytest.approx(expected)] * 2
-        assert "rank 0 was given the arguments [0] of the model, and rank 1 ['scale']" in text
+    assert [alone.loss, both.loss] == [pytest.approx(expected)] * 2
 
 
 class Scaled(nn.Linear):
@@ -189,18 +199,15 @@ def skipping() -> Any:
     return Does(skips, first=parts[0], second=parts[1], third=parts[2]).double()
 
 
-def mix(group: Any = None) -> None:
-    """Steps where a value goes to other stages in each microbatch, in either order; also a worker's task."""
+@in_processes(3)
+def test_a_value_goes_to_other_stages_in_each_microbatch(group: Any) -> None:
+    """In either order."""
     case = Case(skipping(), (), Y.split(4), mean_loss, evaluates=False)
     with make(skipping(), stages=["second", "third"], ranks=3, mesh=group) as pipe:
         for ways in ((0, 1), (1, 0), (0, 1)):
             calls = list(zip(X.split(4), ways, strict=True))
             pipe.zero_grad()
             judge(replace(case, args=[Microbatches(calls)]), pipe).check(1e-12)
-
-
-def test_a_value_goes_to_other_stages_in_each_microbatch(workers: WorkerPool) -> None:
-    workers.run(f"{__name__}:mix", 3, 60.0)
 
 
 # ---- what travels
@@ -217,8 +224,8 @@ def sums(m: Any, x: dict[str, Tensor]) -> Any:
     return m.layer(x["a"] * 2 + x["b"])
 
 
-def lose(group: Any) -> str:
-    """A worker's task: what it is told of a gradient that is no longer wanted."""
+@in_processes(2)
+def test_a_value_that_stops_to_require_grad_is_named(group: Any) -> None:
     torch.manual_seed(0)
     function = sums if group.rank() else sometimes
     module = Does(function, layer=nn.Linear(4, 4), calls=0).double()
@@ -226,13 +233,6 @@ def lose(group: Any) -> str:
     pipe = Pipeline.from_stages(
         [stage], schedule="GPipe", microbatches=4, loss_fn=mean_loss, mesh=group
     )
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - which error is another test's
+    says = r"0SEND_F2: float64\[2, 4\] where the first message of this kind had float64\[2, 4\] that re"
+    with pytest.raises(Exception, match=says):
         pipe.step(X, target=Y)
-    return str(caught.value)
-
-
-def test_a_value_that_stops_to_require_grad_is_named(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:lose", 2, 60.0)
-    says = "0SEND_F2: float64[2, 4] where the first message of this kind had float64[2, 4] that re"
-    assert says in first
-    assert says in second

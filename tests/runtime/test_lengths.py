@@ -22,15 +22,10 @@ LENGTHS = [4, 32, 8]
 Body = Callable[[Tensor], Tensor]
 
 
-class Block(nn.Module):
-    """A layer, and what it does with its sequence."""
-
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.layer, self.body = nn.Linear(4, 4), body
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.body(self.layer(value).tanh())
+def layer_of(m: Any, value: Tensor) -> Tensor:
+    """A layer, and what a block does with its sequence."""
+    result: Tensor = m.body(m.layer(value).tanh())
+    return result
 
 
 def mean_of(output: Tensor, target: Tensor) -> Tensor:
@@ -39,7 +34,8 @@ def mean_of(output: Tensor, target: Tensor) -> Tensor:
 
 def blocks(body: Body) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), Block(body), Block(body)).double()
+    units = (Does(layer_of, layer=nn.Linear(4, 4), body=body) for _ in range(2))
+    return nn.Sequential(nn.Linear(4, 4), *units).double()
 
 
 def steps(model: nn.Module, pipe: Pipeline, lengths: list[int]) -> None:
@@ -97,7 +93,7 @@ def test_a_new_length_costs_one_run_of_each_kind_of_unit(body: Body, kinds: int)
     steps(model, pipe, LENGTHS)
     # Two blocks, in each of two microbatches.
     for length, expected in [(33, kinds), (33, 0)]:
-        calls = calls_of(Block.forward, partial(step, pipe, length))
+        calls = calls_of(layer_of, partial(step, pipe, length))
         assert calls == 4 + expected
 
 

@@ -12,24 +12,21 @@ from torch.nn import functional
 
 from penstock import Loss, Pipeline, Split
 from penstock.errors import UsageError
+from tests.catalogue.making import Does
 
 ROWS, LENGTH, CLASSES = 8, 6, 5
 
 
-class Net(nn.Module):
+def two_values(m: Any, x: Tensor) -> dict[str, Tensor]:
     """Rows of tokens to logits for each of them, and what a loss may need besides."""
+    hidden = m.second(m.first(x).tanh()).tanh()
+    return {"logits": m.head(hidden), "hidden": hidden}
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, CLASSES)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.tensor(2.0))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        hidden = self.second(self.first(x).tanh()).tanh()
-        return {"logits": self.head(hidden), "hidden": hidden}
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    first, second, head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+    return Does(two_values, first=first, second=second, head=head)
 
 
 def inputs(kind: torch.dtype) -> Tensor:
@@ -190,13 +187,13 @@ UNFIT: dict[str, tuple[Written, str]] = {
 def run(written: Written, kind: torch.dtype) -> tuple[float, float]:
     """The loss in two microbatches, and that of the whole batch."""
     function, target, options = written
-    net, x = Net().to(kind), inputs(kind)
+    model, x = net().to(kind), inputs(kind)
     with torch.no_grad():
-        expected = float(function(net(x), target))
+        expected = float(function(model(x), target))
         if options.keys() >= {"weight", "reduction"}:
             expected /= float(options["weight"](target))
     loss_fn = Loss(function, nonfinite="warn", **options)
-    pipe = Pipeline(net, ranks=2, microbatches=2, split={"output": Split(0)}, loss_fn=loss_fn)
+    pipe = Pipeline(model, ranks=2, microbatches=2, split={"output": Split(0)}, loss_fn=loss_fn)
     return pipe.step(x, target=target).loss, expected
 
 

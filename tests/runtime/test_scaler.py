@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock import LossScaler
 from penstock._engine.parallel import local_part
-from penstock.testing import WorkerPool
+from tests.processes import in_processes
 
 OPTIONS: dict[str, Any] = {
     "init_scale": 64.0,
@@ -73,8 +73,9 @@ def test_all_skip_what_one_rank_must() -> None:
     assert scaler.get_scale() == 64.0
 
 
-def sharded(group: Any) -> list[Any]:
-    """A worker's task: only the last process has the share that is not finite."""
+@in_processes(4)
+def test_all_processes_of_a_mesh_skip_together(group: Any) -> None:
+    """Only the last one has the share that is not finite."""
     mesh = DeviceMesh("cpu", torch.arange(group.size()))
     weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     scaler, optimizer = LossScaler(8.0), torch.optim.SGD([weight], lr=0.1)
@@ -86,9 +87,4 @@ def sharded(group: Any) -> list[Any]:
         scaler.step(optimizer)
         scaler.update()
         rows.append([scaler.get_scale(), *local_part(weight).detach().tolist()])
-    return rows
-
-
-def test_all_processes_of_a_mesh_skip_together(workers: WorkerPool) -> None:
-    for rows in workers.run(f"{__name__}:sharded", 4, 100.0):
-        assert rows == [[8.0, pytest.approx(0.9)], [4.0, pytest.approx(0.9)]]
+    assert rows == [[8.0, pytest.approx(0.9)], [4.0, pytest.approx(0.9)]]

@@ -15,6 +15,7 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.testing import Case, WorkerPool, compare, plain_loop
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, mean_loss, sum_loss
+from tests.processes import in_processes
 
 CLASSES = torch.tensor([0, 1, 2, 3, 3, 3, 3, 1])
 
@@ -196,20 +197,13 @@ def test_the_check_of_a_forward_runs_the_first_microbatch_whole_and_in_halves() 
     assert pipe.randomness.state_dict() == {**state, "step": 2}
 
 
-def checked_inside(group: Any) -> list[str]:
+@in_processes(2)
+def test_a_forward_is_checked_between_processes(group: Any) -> None:
     with inside(negatives, mesh=group) as pipe:
-        try:
+        with pytest.raises(UsageError, match="the loss of the first microbatch is"):
             pipe.step(X, Y, target=None)
-        except UsageError as error:
-            pipe.zero_grad()
-            return [str(error), str(pipe.evaluate(X, Y, target=None).loss > 0)]
-    return []
-
-
-def test_a_forward_is_checked_between_processes(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:checked_inside", 2)
-    assert first == second
-    assert "the loss of the first microbatch is" in first[0]
+        pipe.zero_grad()
+        assert pipe.evaluate(X, Y, target=None).loss > 0
 
 
 class Counts(nn.Module):

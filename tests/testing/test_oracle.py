@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Loss, Microbatches, Pipeline, PipelineStage, add_loss
 from penstock.errors import UsageError
-from penstock.testing import Case, Refusal, Verdict, WorkerPool, compare, judge, plain_loop
+from penstock.testing import Case, Refusal, Verdict, compare, judge, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
+from tests.processes import in_processes
 
 
 class Lies(torch.autograd.Function):
@@ -169,22 +170,19 @@ def test_a_refusal_of_the_evaluation_alone_is_not_the_one_that_a_case_expects() 
         run(refused).check(1e-12)
 
 
-def over_replicas(group: Any) -> dict[str, float]:
-    """A worker's task: two pipelines of two ranks, with a part of the batch each."""
+@in_processes(4)
+def test_over_replicas(group: Any) -> None:
+    """Two pipelines of two ranks, with a part of the batch each."""
     parts = [Case(chain(2), (X[rows],), Y[rows], mean_loss) for rows in (slice(6), slice(6, 8))]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     of = parts[mesh.get_local_rank("dp")]
     options: Any = {"mesh": mesh, "replicas": "dp", "microbatches": 2, "loss_fn": mean_loss}
     with Pipeline(copy.deepcopy(of.model), **options) as pipe:
-        return judge(parts, pipe).differences()
-
-
-def test_over_replicas(workers: WorkerPool) -> None:
-    answers = workers.run(f"{__name__}:over_replicas", 4)
-    for gaps in answers:
-        assert max(gaps.values()) <= 1e-12, gaps
-    names = {name for gaps in answers for name in gaps}
-    assert {"loss", "output 0", "gradient: 0.0.weight", "gradient: 1.0.weight"} <= names
+        verdict = judge(parts, pipe)
+        verdict.check(1e-12)
+        names = pipe.job.meet(lambda: [*verdict.differences()])
+    wanted = {"loss", "output 0", "gradient: 0.0.weight", "gradient: 1.0.weight"}
+    assert wanted <= {name for of in names for name in of}
 
 
 def test_a_loss_over_the_batch() -> None:

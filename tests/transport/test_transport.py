@@ -12,9 +12,10 @@ from torch import nn
 from penstock import Microbatches
 from penstock._engine.transport.nccl import in_rounds
 from penstock.schedule import add_communication, build
-from penstock.testing import Case, WorkerPool, compare
+from penstock.testing import Case, compare
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
+from tests.processes import in_processes
 from tests.transport.recording import record_messages
 
 
@@ -43,53 +44,34 @@ def test_every_channel_of_a_schedule_connects_once(name: str) -> None:
     assert sorted(order) == sorted(pairs)
 
 
-def copies(group: Any) -> list[float]:
-    """A worker's task: the sum of each rank's tensor, small and large, as all ranks get it."""
-    sums = []
+@in_processes(4)
+def test_one_ranks_value_reaches_all(group: Any) -> None:
+    """Small and large."""
     with make(chain(4), ranks=4, mesh=group) as pipe:
         for source in range(4):
             for size in (8, 50_000):
                 value = torch.full((size,), float(pipe.rank), dtype=torch.float64)
-                sums.append(float(pipe.job.share([value, "text"], source)[0].mean()))
-    return sums
+                sent, text = pipe.job.share([value, "text"], source)
+                assert (float(sent.mean()), text) == (source, "text")
 
 
-def test_one_ranks_value_reaches_all(workers: WorkerPool) -> None:
-    for sums in workers.run(f"{__name__}:copies", 4, 60.0):
-        assert sums == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def differences(group: Any, width: int) -> dict[str, float]:
-    """A worker's task: what a message of two tensors of a size changes beside a plain loop."""
+@pytest.mark.parametrize("width", [8, 2_500, 10_000])
+@in_processes(2)
+def test_a_message_of_several_tensors_arrives_whatever_its_size(group: Any, width: int) -> None:
     torch.manual_seed(0)
     three = Does(lambda _, x: (x * 2, x.flip(1), x[:0]))
     summed = Does(lambda _, of: of[0] - of[1] + len(of[2]))
     layers = nn.Linear(2, width), three, summed, nn.Linear(width, 2)
     case = Case(nn.Sequential(*layers).double(), (X[:, :2],), Y[:, :2], mean_loss)
-    verdict = compare(case, schedule="1F1B", stages=["2"], microbatches=2, mesh=group)
-    return verdict.differences()
+    compare(case, schedule="1F1B", stages=["2"], microbatches=2, mesh=group).check(1e-10)
 
 
-@pytest.mark.parametrize("width", [8, 2_500, 10_000])
-def test_a_message_of_several_tensors_arrives_whatever_its_size(
-    width: int, workers: WorkerPool
-) -> None:
-    for gaps in workers.run(f"{__name__}:differences", 2, 60.0, width=width):
-        assert len(gaps) > 1
-        assert max(gaps.values()) < 1e-10
-
-
-def most_pending(group: Any) -> int:
-    """A worker's task: the most bytes that a rank had posted receives for, in microbatches of all sizes."""
+@in_processes(2)
+def test_no_more_is_posted_at_once_than_a_step_receives(group: Any) -> None:
+    """In microbatches of all sizes."""
     sizes = [4, 2, 1, 1]
     with make(chain(4), ranks=2, microbatches=4, mesh=group) as pipe:
         recording = record_messages(pipe)
         pipe.step(Microbatches(X.split(sizes)), target=Y.split(sizes))
-        assert recording.pending == 0
-        return recording.most
-
-
-def test_no_more_is_posted_at_once_than_a_step_receives(workers: WorkerPool) -> None:
-    largest = X[:4].nbytes
-    for most in workers.run(f"{__name__}:most_pending", 2, 60.0):
-        assert largest <= most <= X.nbytes
+    assert recording.pending == 0
+    assert X[:4].nbytes <= recording.most <= X.nbytes

@@ -5,6 +5,7 @@ The catalogue has models with the same values between their modules.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from penstock import Pipeline, PipelineStage
 from penstock._engine.values import Structure
-from penstock.errors import PartitionError, SpecError
+from penstock.errors import PartitionError, PeerFailed, PenstockError, SpecError
 from penstock.testing import WorkerPool, plain_loop
 from tests import played
 from tests.catalogue.kinds import (
@@ -34,6 +35,7 @@ from tests.catalogue.kinds import (
 )
 from tests.catalogue.making import Does
 from tests.device import DEVICE
+from tests.processes import in_processes
 
 SPARSE = pytest.mark.skipif(DEVICE == played.NAME, reason="a played device has no sparse tensors")
 
@@ -146,14 +148,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def refusal(group: Any = None, *, name: str) -> list[str]:
-    """The error's class and text where a stage returns what cannot travel; also a worker's task."""
-    try:
-        with by_hand(group, gives(REFUSED[name][0]), Layer(None, None)) as pipe:
-            pipe.step(X, target=X)
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return []
+def refuse(name: str, *errors: type[Exception], group: Any = None) -> None:
+    says = re.escape(f"what stage 0 returned{REFUSED[name][1]}")
+    pipe = by_hand(group, gives(REFUSED[name][0]), Layer(None, None))
+    with pytest.raises(errors, match=says), pipe:
+        pipe.step(X, target=X)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -162,15 +161,12 @@ def refusal(group: Any = None, *, name: str) -> list[str]:
     [pytest.param(name, marks=SPARSE if "sparse" in name else ()) for name in REFUSED],
 )
 def test_what_cannot_travel_is_refused(name: str) -> None:
-    kind, text = refusal(name=name)
-    assert kind == "SpecError"
-    assert f"what stage 0 returned{REFUSED[name][1]}" in text
+    refuse(name, SpecError)
 
 
-def test_so_it_is_on_every_rank_of_several_processes(workers: WorkerPool) -> None:
-    for kind, text in workers.run(f"{__name__}:refusal", 2, 100.0, name="set"):
-        assert kind in {"SpecError", "PeerFailed"}
-        assert f"what stage 0 returned{REFUSED['set'][1]}" in text
+@in_processes(2)
+def test_so_it_is_on_every_rank_of_several_processes(group: Any) -> None:
+    refuse("set", SpecError, PeerFailed, group=group)
 
 
 CUT: dict[str, tuple[Kind, type[Exception], str]] = {
@@ -211,19 +207,12 @@ def test_a_description_names_containers_that_this_process_knows(name: str) -> No
     assert "no_such_module" not in sys.modules
 
 
-def changing(group: Any) -> str:
-    """A worker's task: what a stage returns hangs on the numbers that it is given."""
+@in_processes(2)
+def test_what_differs_from_the_first_message_of_its_kind_is_refused(group: Any) -> None:
+    """What a stage returns hangs on the numbers that it is given."""
     signs = gives(lambda h: {"h": h, "sign": float(h.detach().sum().sign())})
     nn.init.eye_(signs.lin.weight)
-    taker = Layer(Kind(lambda h: h, lambda v: v["h"] * v["sign"]), None)
-    try:
-        with by_hand(group, signs, taker) as pipe:
-            pipe.step(X * 9, target=X)
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-def test_what_differs_from_the_first_message_of_its_kind_is_refused(workers: WorkerPool) -> None:
-    for text in workers.run(f"{__name__}:changing", 2, 100.0):
-        assert "1.0 where the first message of this kind had -1.0" in text
+    pipe = by_hand(group, signs, Layer(Kind(lambda h: h, lambda v: v["h"] * v["sign"]), None))
+    says = "1.0 where the first message of this kind had -1.0"
+    with pytest.raises(PenstockError, match=says), pipe:
+        pipe.step(X * 9, target=X)

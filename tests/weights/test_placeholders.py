@@ -15,8 +15,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from penstock import Loss, Pipeline
+from penstock.errors import UsageError
 from penstock.testing import WorkerPool
+from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, mean_loss
+from tests.processes import in_processes
 
 LIMIT = 0.01
 
@@ -90,34 +93,26 @@ def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips
     assert ranks[0][2] == sorted(name for name, _ in model.named_parameters())
 
 
-def clipped_in_half(group: Any) -> tuple[float, float]:
-    """A worker's task: torch's norm of float16 gradients of up to 6,000, and the pipeline's."""
+@in_processes(2)
+def test_torchs_norm_of_float16_does_not_overflow(group: Any) -> None:
+    """Of gradients of up to 6,000."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).half()
     for weight in model.parameters():
         weight.data.fill_(2**-6)
     large = Loss(lambda output, target: (output.float() * target).sum(), reduction="sum")
     with piped(model, group, large) as pipe:
         pipe.step(torch.ones(2, 64).half(), target=torch.full((2, 1), 3e3))
-        return pipe.weights.grad_norm(), float(nn.utils.clip_grad_norm_(pipe.parameters(), 1.0))
+        norm = pipe.weights.grad_norm()
+        of_torch = nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+    assert norm == pytest.approx(float(of_torch), rel=1e-6)
+    assert 65504 < norm < 1e6
 
 
-def test_torchs_norm_of_float16_does_not_overflow(workers: WorkerPool) -> None:
-    for norm, of_torch in workers.run(f"{__name__}:clipped_in_half", 2):
-        assert norm == pytest.approx(of_torch, rel=1e-6)
-        assert 65504 < norm < 1e6
-
-
-class Late(nn.Module):
+def late() -> nn.Module:
     """Two layers; only a call shows where to cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.second(self.first(x))
-        return output
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    return Does(lambda m, x: m.second(m.first(x)), first=first, second=second).double()
 
 
 EARLY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -137,9 +132,13 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
     return losses
 
 
-def early(group: Any, name: str, before: int) -> list[Any]:
-    """An optimizer with a state of every weight when the first step cuts the model; its weights by norm."""
-    model = Late()
+@pytest.mark.parametrize(("name", "before"), [("Adagrad", 0), ("AdamW", 2)])
+@in_processes(2)
+def test_states_of_all_weights_before_the_cut_are_each_ranks_own_after_it(
+    group: Any, name: str, before: int
+) -> None:
+    plain, model = late(), late()
+    expected = train_plainly(plain, EARLY[name](plain.parameters()), before + 3)[before:]
     optimizer = EARLY[name](model.parameters())
     train_plainly(model, optimizer, before)
     with piped(model, group) as pipe:
@@ -149,20 +148,9 @@ def early(group: Any, name: str, before: int) -> list[Any]:
             norms = pipe.weights.grad_norms()
             optimizer.step()
             optimizer.zero_grad()
-        return [losses, norms, sum(len(state) > 0 for state in optimizer.state.values())]
-
-
-@pytest.mark.parametrize(("name", "before"), [("Adagrad", 0), ("AdamW", 2)])
-def test_states_of_all_weights_before_the_cut_are_each_ranks_own_after_it(
-    workers: WorkerPool, name: str, before: int
-) -> None:
-    model = Late()
-    expected = train_plainly(model, EARLY[name](model.parameters()), before + 3)[before:]
-    first, second = workers.run(f"{__name__}:early", 2, name=name, before=before)
-    assert first == second
-    assert first[0] == pytest.approx(expected)
-    assert list(first[1]) == [name for name, _ in model.named_parameters()]
-    assert first[2] == 2, "the weights of the other rank have no states"
+    assert losses == pytest.approx(expected)
+    assert list(norms) == [name for name, _ in plain.named_parameters()]
+    assert sum(len(state) > 0 for state in optimizer.state.values()) == 2, "those of the others"
 
 
 def averaged(group: Any = None) -> dict[str, Any]:
@@ -222,26 +210,15 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def refused(group: Any) -> dict[str, str]:
-    model, answers = rooms(), {}
+@in_processes(2)
+def test_what_needs_all_weights_is_refused_by_name(group: Any) -> None:
+    model = rooms()
     with piped(model, group) as pipe:
         pipe.step(X, target=Y)
-        for name, line in NEEDS_ALL.items():
-            try:
+        for line in NEEDS_ALL.values():
+            with pytest.raises(UsageError, match=f"lies on rank {1 - group.rank()}"):
                 line(model)
-            except Exception as error:
-                answers[name] = f"{type(error).__name__}: {error}"
-            else:
-                answers[name] = "silent"
         pipe.step(X, target=Y)
-    return answers
-
-
-def test_what_needs_all_weights_is_refused_by_name(workers: WorkerPool) -> None:
-    for rank, answers in enumerate(workers.run(f"{__name__}:refused", 2)):
-        for line, answer in answers.items():
-            assert answer.startswith("UsageError"), (rank, line, answer)
-            assert f"lies on rank {1 - rank}" in answer, (line, answer)
 
 
 def _unscale(model: Any) -> None:
@@ -285,21 +262,12 @@ HARMLESS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def harmless(group: Any) -> dict[str, str]:
-    model, answers = rooms(), {}
+@in_processes(2)
+def test_what_needs_no_numbers_runs(group: Any) -> None:
+    model = rooms()
     with piped(model, group) as pipe:
-        for name, line in HARMLESS.items():
+        for line in HARMLESS.values():
             pipe.step(X, target=Y)
-            try:
-                line(model, pipe)
-            except Exception as error:
-                answers[name] = f"{type(error).__name__}: {error}"
-        devices = {str(parameter.device) for parameter in pipe.parameters()}
-        assert devices == {"cpu"}
-        loss = pipe.step(X, target=Y).loss
-        assert loss > 0
-    return answers
-
-
-def test_what_needs_no_numbers_runs(workers: WorkerPool) -> None:
-    assert workers.run(f"{__name__}:harmless", 2) == [{}, {}]
+            line(model, pipe)
+        assert {str(parameter.device) for parameter in pipe.parameters()} == {"cpu"}
+        assert pipe.step(X, target=Y).loss > 0

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock import Pipeline
 from penstock.errors import PoisonedError, UsageError
-from penstock.testing import WorkerPool
+from tests.processes import in_processes
 
 TOKENS = torch.arange(40).view(8, 5)
 
@@ -68,8 +68,8 @@ def test_one_process_has_all() -> None:
             pipe.weights.stream(**options)
 
 
-def streams(group: Any) -> None:
-    """A worker's task, one of two ranks."""
+@in_processes(2)
+def test_two_ranks(group: Any) -> None:
     pipe = Pipeline(Tied(), mesh=group, microbatches=2, loss_fn=loss_fn)
     assert_streams(pipe, "main", receives=pipe.is_main_process)
     trained(pipe)
@@ -77,8 +77,8 @@ def streams(group: Any) -> None:
     assert_streams(pipe, "all", receives=True)
 
 
-def streams_sharded(group: Any) -> None:
-    """A worker's task, one of two replicas of two ranks."""
+@in_processes(4)
+def test_two_replicas_of_two_ranks_that_are_sharded(group: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
 
     def wrap(module: nn.Module, _: int) -> nn.Module:
@@ -92,17 +92,11 @@ def streams_sharded(group: Any) -> None:
     assert_streams(pipe, "all", receives=True)
 
 
-def leaves(group: Any) -> None:
-    """A worker's task: both ranks leave the stream after its first weight."""
+@in_processes(2)
+def test_a_stream_that_is_left_after_its_first_weight_ends_the_pipeline(group: Any) -> None:
     pipe = trained(Pipeline(Tied(), mesh=group, microbatches=2, loss_fn=loss_fn))
     stream: Any = pipe.weights.stream(to="all")
     next(stream)
     stream.close()
     with pytest.raises(PoisonedError, match="left before its end"):
         pipe.step(TOKENS, target=TOKENS)
-
-
-def test_several_processes(workers: WorkerPool) -> None:
-    workers.run(f"{__name__}:streams", 2)
-    workers.run(f"{__name__}:streams_sharded", 4)
-    workers.run(f"{__name__}:leaves", 2)

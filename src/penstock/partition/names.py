@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 """The errors of operations that need the numbers of a fake tensor."""
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+"""The namespaces of operations that communicate with other processes."""
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger that warns of each operation that fails without data."""
 PROPERTIES = torch._C.TensorBase

@@ -28,7 +28,7 @@ from penstock.partition.alike import Answer, CallLook, filled, without_data
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
 from penstock.partition.interception import Run, alone_and_silent, reads_noted
 from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
-from penstock.partition.names import NEED_DATA, FakeTensor, without_modes
+from penstock.partition.names import COLLECTIVES, NEED_DATA, FakeTensor, without_modes
 from penstock.partition.score import Line
 from penstock.partition.templates import (
     AGAIN,
@@ -388,6 +388,8 @@ class Trial:
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the call, and note what it reads, makes and costs."""
         self._note_reads(args, kwargs)
+        if self._on_numbers and func.namespace in COLLECTIVES:
+            return self._unsent(func, args, kwargs)
         try:
             output = func(*args, **kwargs)
         except Exception as error:
@@ -417,6 +419,26 @@ class Trial:
         self._line.generators += [
             one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)
         ]
+
+    def _unsent(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a collective with ones: other processes may not be at this place, and would not join."""
+        reals: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def fake_of(tensor: Tensor) -> Tensor:
+            fake = self._tree.mode.from_tensor(tensor.detach())
+            reals[id(fake)] = fake, tensor
+            return fake
+
+        with without_modes(), torch.no_grad():
+            # What a collective of torch.distributed writes into is its first argument.
+            for output in tensors_in(args[:1]) if func.namespace == "c10d" else ():
+                output.fill_(1)
+            fakes, named = map_tensors((args, kwargs), fake_of)
+            with self._tree.mode:
+                answer = func(*fakes, **named)
+            return map_tensors(
+                answer, lambda t: reals[id(t)][1] if id(t) in reals else filled(t, 1)
+            )
 
     def _operation_on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
         self._tried += 1

@@ -2,7 +2,6 @@
 
 from penstock.pipeline.default_loss import author_of, is_named, label_names, own_loss
 from penstock.pipeline.engine import CallArguments, Engine
-from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.setup import before_meeting
@@ -14,6 +13,7 @@ from penstock.pipeline.watching import (
     peak_flops,
     peak_memory,
 )
+from penstock.pipeline.weights import ModelWeights
 
 __all__ = [
     "CallArguments",

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
+from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ from penstock._engine.faults import without_library_frames
 from penstock._engine.microbatches import (
     MISSING,
     Batch,
-    Rules,
     image_tokens,
     output_rule,
     rules_with_images,
@@ -42,20 +42,41 @@ from penstock._engine.runtime import (
     advice,
     differ,
 )
+from penstock._engine.transport import Job
 from penstock._engine.values import contents_kept
 from penstock.errors import PenstockError, StageError, UsageError
+from penstock.partition import Partition, Shared
 from penstock.pipeline.default_loss import LossInside
-from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import Outputs, product
 from penstock.pipeline.plan import ProvenSchedules
-from penstock.pipeline.setup import warn_of_batch_norms
+from penstock.pipeline.settings import ModelSettings, PipelineSettings
+from penstock.pipeline.setup import check_shared, check_spread, warn_of_batch_norms
 from penstock.pipeline.slowness import Slowness
+from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.watching import peak_flops, peak_memory
+from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
+from penstock.stage import PipelineStage
 
 logger = logging.getLogger("penstock")
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _in_turn(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Mark a call of an engine, which waits for those of other threads; see :meth:`Engine.turn`."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        engine: Any = args[0]
+        with engine.turn():
+            return method(*args, **kwargs)
+
+    return called
 
 
 class CallArguments(NamedTuple):
@@ -94,24 +115,26 @@ class StepOptions(NamedTuple):
 class Engine:
     """Carries out the calls of a pipeline, each from its arguments to its result; ``pipe.engine``.
 
-    Calls from several threads take turns.
+    Calls from several threads take turns, see :meth:`turn`.
 
     :class:`~penstock.Pipeline` is what users see of it. The packages above, with loops of other libraries or
     of the user's own, call it for what no user of a Pipeline does. All ranks make each call together; an
     error in one rank's arguments is raised on all of them, and none begins.
 
     Args:
-        runner: carries calls out for the ranks of this process.
+        settings: what the user said when the pipeline was made.
         schedules: the schedules that there are.
-        held: the model, or the stages, in this process.
-        loss: the loss of the pipeline, if it has one.
-        rules: how batches are split.
+        job: this process among the others.
         seed: what random numbers are drawn from, see :class:`Randomness`.
-        slowness: learns of recorded steps.
         step_names: the names of the arguments of a step, for hints.
 
     Attributes:
         loss: the loss of the pipeline, if it has one.
+        weights: the weights of the model.
+        model: the model, of which this process has the stages alone once it is cut; None without one.
+        uncut: the model, while it waits for its cut.
+        partition: how the model was cut, if it was.
+        stages: the stages of this process, in order; none before the cut.
         hooks: the user's functions around actions.
         randomness: the seed of random numbers, and the number of the next step.
         apart: whether results have :class:`Outputs` rather than what these are put together.
@@ -119,24 +142,118 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        settings: PipelineSettings,
         schedules: ProvenSchedules,
-        held: HeldModel,
-        loss: StepLoss | None,
-        rules: Rules | None,
+        job: Job,
         seed: Any,
-        slowness: Slowness,
         step_names: Iterable[str],
     ) -> None:
-        self._runner, self._job, self._schedules, self._held = runner, runner.job, schedules, held
-        self.loss, self._rules, self._slowness = loss, rules, slowness
-        self._step_names = tuple(step_names)
+        self.loss, self._rules = settings.loss, settings.rules
+        self._job, self._schedules, self._step_names = job, schedules, tuple(step_names)
+        self._runner = Runner(schedules.proven, job, settings.home)
+        self._slowness = Slowness(schedules, self._runner)
+        self.weights = ModelWeights(job)
+        self.model: nn.Module | None = None
+        self.uncut: UncutModel | None = None
+        self.partition: Partition | None = None
+        self.stages: tuple[PipelineStage, ...] = ()
         self.hooks = Hooks(ActionEvent)
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.apart = False
-        self._turn = threading.RLock()
-        self._image_tokens = {} if held.model is None else image_tokens(held.model)
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._flowing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._image_tokens: dict[str, int] = {}
+
+    # ---- the model, and the stages that it is cut into
+
+    def take_model(self, settings: ModelSettings) -> None:
+        """Take a model; cut it now if that needs neither a call nor weights, and by the first call else."""
+        uncut = UncutModel(settings, self._schedules, self._job, self._take_cut)
+        self.uncut, self.model = uncut, uncut.model
+        self._image_tokens = image_tokens(uncut.model)
+        self.weights.wait(uncut)
+        if not (uncut.needs_call or uncut.is_bare):
+            uncut.cut_now()
+
+    def _take_cut(self, stages: Sequence[PipelineStage], partition: Partition) -> None:
+        self.partition = partition
+        if partition.planner is None:
+            self.model = None
+        self.take_stages(stages, partition.shared)
+
+    def take_stages(self, stages: Sequence[PipelineStage], shared: Sequence[Shared]) -> None:
+        """Take the stages of this process, and check that they fit those of the others.
+
+        Args:
+            stages: the stages.
+            shared: the table of weights that stages share.
+        """
+        self._runner.hold(stages)
+        self.stages = tuple(sorted(stages, key=attrgetter("index")))
+        weighted = self.loss is not None and self.loss.weight is not None
+        check_spread(self.stages, self._job, weighted=weighted)
+        check_shared(self.stages, shared, self._job)
+        rank_of = self._schedules.training.placement.rank_of
+        self.weights.hold(self.stages, shared, rank_of, self.model)
+        self.uncut = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's stages."""
+        return self.stages[0].device if self.uncut is None else self.uncut.device
+
+    @property
+    def stopping(self) -> bool:
+        """True if the job stops now, as the last training step has found out."""
+        return self._runner.stopping
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in evaluation mode, which restores each module's own mode."""
+        uncut = self.uncut
+        if uncut is not None:
+            roots, modules = [uncut.model], list(uncut.model.modules())
+        else:
+            roots = [stage.module for stage in self.stages]
+            modules = [m for stage in self.stages for m in stage.called_modules()]
+        modes = [(module, module.training) for module in modules]
+        for root in roots:
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            if uncut is not None:
+                # Stages that were made in here.
+                for stage in self.stages:
+                    stage.follow_mode(training=uncut.model.training)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A context around a call, in which the calls of other threads wait.
+
+        After it, gradients of the batch flow on into the caller's graph: autograd may run that, and a call in
+        it, in other threads.
+        """
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            except BaseException:
+                self._flowing.clear()
+                raise
+            finally:
+                self._depth -= 1
+            if self._depth:
+                return
+            flowing, self._flowing = self._flowing, []
+        if flowing:
+            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+            tensors, gradients = zip(*flowing, strict=True)
+            torch.autograd.backward(tensors, gradients)
 
     # ---- what users of a Pipeline call
 
@@ -175,31 +292,32 @@ class Engine:
             target = named.get(name, MISSING)
         return CallArguments(args, named, target, microbatches, same_batch)
 
+    @_in_turn
     def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
         started, number = perf_counter(), self.randomness.step
-        seed, weights = self._drawn_from(number), self._held
+        seed = self._drawn_from(number)
         loss_weight, total_weight, accumulate, scaler, outputs, record = options
 
         def complete(call: Call) -> Call:
             factor = 1.0 if scaler is None else self._attach(scaler)
             loss = self.training_loss.in_step(loss_weight, accumulate, total_weight, factor)
             if loss_weight is not None:
-                weights.check_spread(weighted=True)
+                check_spread(self.stages, self._job, weighted=True)
             self._schedules.check_trains(call.batch.count)
             return replace(call, loss=loss)
 
         # A loss scaler lets gradients become infinite on purpose, and checks them itself.
         call = Call(
             Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
-            finite=scaler is None, settings=lambda: weights.weights.shared_settings(),
+            finite=scaler is None, settings=self.weights.shared_settings,
         )  # fmt: skip
-        step = flowed_back(self._run(self._described(call, arguments, complete), arguments))
-        weights.stage_weights.leave_gradients()
-        with self._turn:
-            self._check_losses_inside(step, arguments)
+        step = self._run(self._described(call, arguments, complete), arguments)
+        self._flowing += step.batch_gradients
+        self.weights.leave_gradients()
+        self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
-            warn_of_batch_norms(weights.stages, step.agreement.model_call.count)
+            warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
         self.randomness.advance()
         result = self._result(step, started)
@@ -208,6 +326,7 @@ class Engine:
         numbers = result.read
         return replace(result, read=lambda: numbers()._replace(finite=True))
 
+    @_in_turn
     def evaluate(self, arguments: CallArguments, *, outputs: bool) -> StepResult:
         """Compute the loss of a batch in evaluation mode.
 
@@ -220,18 +339,20 @@ class Engine:
             )
         return self._in_evaluation(arguments, self.loss, outputs=outputs)
 
+    @_in_turn
     def predict(self, arguments: CallArguments) -> Any:
         """Compute the output for a batch in evaluation mode, on every rank."""
         return self._in_evaluation(arguments, None, outputs=True).outputs
 
+    @_in_turn
     def cut(self, arguments: CallArguments) -> None:
         """Cut the model by a batch, if that is still to be done."""
-        with self._turn:
-            uncut = self._held.uncut
-            if uncut is not None:
-                call = Call(Batch(), trains=torch.is_grad_enabled())
-                self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
+        uncut = self.uncut
+        if uncut is not None:
+            call = Call(Batch(), trains=torch.is_grad_enabled())
+            self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
 
+    @_in_turn
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first non-finite value."""
 
@@ -245,7 +366,7 @@ class Engine:
         def run(hooks: Hooks) -> StepState:
             return self._run(replace(call, hooks=hooks), arguments)
 
-        return find_nonfinite(self._held.stages, self._schedules.training, self._job, run)
+        return find_nonfinite(self.stages, self._schedules.training, self._job, run)
 
     # ---- what the loops of other libraries need
 
@@ -258,6 +379,7 @@ class Engine:
         finally:
             self.apart = before
 
+    @_in_turn
     def forward(self, arguments: CallArguments) -> Any:
         """Compute the output for a batch as a training step does, on every rank.
 
@@ -269,6 +391,7 @@ class Engine:
         step = self._run(self._described(call, arguments), arguments)
         return self._result(step, started).outputs
 
+    @_in_turn
     def backward(
         self,
         gradients: Sequence[Sequence[torch.Tensor | None]],
@@ -283,7 +406,7 @@ class Engine:
             arguments: those of :meth:`forward`.
             number: the number of the step whose random numbers the forward drew.
         """
-        started, replicas = perf_counter(), self._job.replicas
+        replicas = self._job.replicas
         share = 1.0 / replicas.number if replicas.averaged else 1.0
         loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
 
@@ -296,8 +419,9 @@ class Engine:
         arguments = arguments._replace(same_batch=False)
         with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
             call = self._described(call, arguments, complete)
-        self._result(flowed_back(self._run(call, arguments)), started)
+        self._flowing += self._run(call, arguments).batch_gradients
 
+    @_in_turn
     def perform(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
         """Carry out a call described by hand.
 
@@ -305,8 +429,9 @@ class Engine:
             describe: returns the call. If it raises, all ranks raise that error, and none begins.
             trains: whether the call trains.
         """
-        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
-        return flowed_back(self._run(call))
+        step = self._run(self._described(Call(Batch(), trains=trains), None, lambda _: describe()))
+        self._flowing += step.batch_gradients
+        return step
 
     @contextmanager
     def driven(
@@ -317,16 +442,15 @@ class Engine:
         Yields:
             The state of the call, and a function that runs an action.
         """
-        call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
-        weights = self._held.stage_weights
-        with self._turn:
+        with self.turn():
+            call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
             if call.trains:
-                weights.prepare()
-            with self._runner.driven(call) as state_and_perform:
-                yield state_and_perform
+                self.weights.prepare()
+            with self._runner.driven(call) as (step, perform):
+                yield step, perform
             if call.trains:
-                weights.finish()
-        flowed_back(state_and_perform[0])
+                self.weights.finish()
+            self._flowing += step.batch_gradients
 
     # ---- a call
 
@@ -344,9 +468,10 @@ class Engine:
                 f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
                 "use evaluate, or choose a schedule with a backward"
             )
-        if torch.is_inference_mode_enabled():
+        if not torch.is_grad_enabled():
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise UsageError(
-                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
+                f"step needs gradients, and under torch.{mode}() there are none; call it outside, "
                 "or use evaluate"
             )
         return self.loss
@@ -371,7 +496,7 @@ class Engine:
         started = perf_counter()
         call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
         call = self._described(call, arguments)
-        with self._turn, self._held.evaluating():
+        with self.evaluating():
             step = self._run(call, arguments)
         return self._result(step, started)
 
@@ -393,10 +518,10 @@ class Engine:
         """
         self._job.check_usable()
         try:
-            if self._held.partition is not None:
-                self._held.partition.check_unchanged()
+            if self.partition is not None:
+                self.partition.check_unchanged()
             if runs:
-                self._held.weights.check_filled()
+                self.weights.check_filled()
             whole = call if arguments is None else self._with_batch(call, arguments)
             return whole if complete is None else complete(whole)
         except PenstockError as error:
@@ -422,25 +547,21 @@ class Engine:
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.
 
-        Gradients of the batch wait in the state; see :func:`flowed_back`.
-
         Args:
             call: the call.
             arguments: what the user called the pipeline with, for hints.
         """
-        held = self._held
-        with self._turn:
-            try:
-                if held.uncut is not None:
-                    self._runner.cut_by(held.uncut, call)
-                if call.trains:
-                    held.stage_weights.prepare()
-                step = self._runner.run(call)
-            except StageError as error:
-                raise self._explained(error, call, arguments) from error.__cause__
+        try:
+            if self.uncut is not None:
+                self._runner.cut_by(self.uncut, call)
             if call.trains:
-                held.stage_weights.finish()
-            return step
+                self.weights.prepare()
+            step = self._runner.run(call)
+        except StageError as error:
+            raise self._explained(error, call, arguments) from error.__cause__
+        if call.trains:
+            self.weights.finish()
+        return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
         """The error, with a hint if the model refused an argument meant for the step."""
@@ -470,7 +591,7 @@ class Engine:
                 if isinstance(function, LossInside):
                     rule = function.with_loss(rule, step.weights.counts)
                 outputs = outputs.joined(step.shared, rule)
-        device = self._held.device
+        device = self.device
         autocast = None
         if torch.is_autocast_enabled(device.type):
             autocast = torch.get_autocast_dtype(device.type)
@@ -487,8 +608,8 @@ class Engine:
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
         """The device's peak operations per second, in the type of autocast or of the weights."""
-        types = (p.dtype for stage in self._held.stages for p in stage.module.parameters())
-        return peak_flops(self._held.device, autocast or next(types, torch.get_default_dtype()))
+        types = (p.dtype for stage in self.stages for p in stage.module.parameters())
+        return peak_flops(self.device, autocast or next(types, torch.get_default_dtype()))
 
     # ---- losses that the model's forward computes, or adds
 
@@ -517,6 +638,7 @@ class Engine:
             if not self._job.rank:
                 logger.warning("penstock: %s", text)
 
+    @_in_turn
     def check_in_halves(
         self,
         loss: StepLoss | None,
@@ -539,7 +661,7 @@ class Engine:
         """
         loss = self.loss if loss is None else loss
         batch = self._with_batch(Call(Batch()), arguments).batch
-        first, device = arguments._replace(same_batch=False), self._held.device
+        first, device = arguments._replace(same_batch=False), self.device
         if batch.parts:
             part = batch.parts[0]
             first = first._replace(args=part.args, kwargs={**part.kwargs, **part.local})
@@ -552,7 +674,7 @@ class Engine:
             step = self._run(call, brought)
             return step.result.losses, step.agreement.model_call.count
 
-        modules = [module for stage in self._held.stages for module in stage.called_modules()]
+        modules = [module for stage in self.stages for module in stage.called_modules()]
         settled = [m for m in modules if m.training and _is_restless(m)]
         buffers = (b for m in modules for b in m.buffers(recurse=False))
         coarse = torch.is_autocast_enabled(device.type) or any(
@@ -627,15 +749,6 @@ def remedy_of_added(loss: StepLoss, name: str, whole: float, halves: float) -> s
         "is one of each microbatch by itself, such as a balance of experts, say "
         f'weight={{{main}{name!r}: "microbatch"}}, in penstock.Loss or as loss_weight= of the step'
     )
-
-
-def flowed_back(step: StepState) -> StepState:
-    """A step whose gradients of the batch have flowed on into the caller's tensors."""
-    if step.batch_gradients:
-        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-        tensors, gradients = zip(*step.batch_gradients, strict=True)
-        torch.autograd.backward(tensors, gradients)
-    return step
 
 
 def before_first(error: Exception) -> StageError:

@@ -29,7 +29,6 @@ from penstock._engine.runtime import (
     LossFunction,
     LossScaler,
     LossWeight,
-    Runner,
     StepResult,
     TotalWeight,
     Which,
@@ -40,8 +39,6 @@ from penstock._engine.transport import Job, Replicas, Transport, collective
 from penstock.errors import NonFiniteError, UsageError, listed
 from penstock.partition import Partition, Shared, find_shared_between
 from penstock.pipeline.engine import Engine, StepOptions
-from penstock.pipeline.holding import HeldModel
-from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
@@ -50,13 +47,13 @@ from penstock.pipeline.setup import (
     check_loss,
     check_placed,
     connect_process,
+    described_stages,
     make_equal,
     set_up,
 )
-from penstock.pipeline.slowness import Slowness
-from penstock.pipeline.uncut import UncutModel
+from penstock.pipeline.uncut import CUT_NOW
 from penstock.pipeline.watching import StepEvent, StepHook
-from penstock.pipeline.weights import CUT_NOW
+from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Edge, Schedule
 from penstock.stage import Compilation, PipelineStage
 
@@ -99,9 +96,9 @@ class Pipeline:
             is one pipeline for each place in the other dimensions. Or a mesh of one dimension, or a process
             group. By default all processes.
         replicas: data parallelism: the pipelines that train the same weights on other data, as the name of a
-            dimension of ``mesh``, a process group of the ranks at the same place in each of them, or
-            :class:`penstock.Replicas`. They begin with the weights of the first, and gradients are averaged
-            over them.
+            dimension of ``mesh`` or a tuple of names, a process group of the ranks at the same place in each
+            of them, or :class:`penstock.Replicas`. They begin with the weights of the first, and gradients
+            are averaged over them.
         stages: the number of stages, the module paths to cut before, the paths of each stage's modules, or a
             Partition. By default as many as the schedule has, cut where the first batch shows.
         split: how arguments are split, by position or name: a dimension, or a :class:`penstock.Split` or
@@ -164,16 +161,12 @@ class Pipeline:
             settings = settings.planned()
             schedules = settings.schedules(None if transport is None else transport.ranks)
             schedules.plan = schedule if isinstance(schedule, planning.Plan) else None
-            model = settings.uncompiled[0]
-            cut = settings.stages.modules if isinstance(settings.stages, Partition) else [model]
+            stages = settings.stages
+            cut = stages.modules if isinstance(stages, Partition) else [settings.uncompiled[0]]
             reduction = "mean" if settings.loss is None else settings.loss.reduction
             details = {"reduction": reduction, **describe_stages(cut)}
-            self._begin(settings, transport, schedules, model, details)
-            uncut = UncutModel(settings, schedules, self._job, self._held.take_cut)
-            if uncut.needs_call or uncut.is_bare:
-                self._held.wait(uncut)
-            else:
-                self._runner.cut_now(uncut)
+            self._begin(settings, transport, schedules, details)
+            self.engine.take_model(settings)
         self._protect_groups(mesh)
 
     @classmethod
@@ -225,11 +218,11 @@ class Pipeline:
             prepare("plans its stages")
             schedules = settings.schedules(None if transport is None else transport.ranks)
             check_placed(schedules.training, stages, transport)
-            modules = {stage.index: stage.code for stage in stages}
-            table = find_shared_between(modules) if shared is None else tuple(shared)
+            table = find_shared_between({one.index: one.code for one in stages})
+            table = table if shared is None else tuple(shared)
             make_equal(stages, settings.replica_set, transport)
             pipe._begin(settings, transport, schedules)
-            pipe._held.take_stages(stages, table, modules)
+            pipe.engine.take_stages(stages, table)
         pipe._protect_groups(mesh)
         return pipe
 
@@ -238,30 +231,22 @@ class Pipeline:
         settings: PipelineSettings,
         transport: Transport | None,
         schedules: ProvenSchedules,
-        model: nn.Module | None = None,
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
-        loss, replicas = settings.loss, settings.replica_set
+        replicas = settings.replica_set
         beside = len(groups_beside(settings.mesh, replicas)) > 0
         self._job = Job(transport, schedules.ranks, replicas, settings.home, beside=beside)
         self._schedules = schedules
         self._undecided = settings.schedule == "auto"
         self._step_hooks = Hooks(StepEvent)
         self._closed = False
-        self._runner = runner = Runner(schedules.proven, self._job, settings.home)
+        self._unread: StepResult | None = None
         seeds = check_plans(self._job, schedules.training, details, settings.seed_here)
         if not self._undecided:
-            check_loss(loss, schedules.training)
-        self._unread: StepResult | None = None
-        weighted = loss is not None and loss.weight is not None
-        self._held = HeldModel(runner, schedules, model, weighted=weighted)
-        self._weights = ModelWeights(self._job, self._held)
-        slowness = Slowness(schedules, runner)
+            check_loss(settings.loss, schedules.training)
         names = signature(Pipeline.step).parameters
-        self.engine = Engine(
-            runner, schedules, self._held, loss, settings.rules, seeds[0], slowness, names
-        )
+        self.engine = Engine(settings, schedules, self._job, seeds[0], names)
 
     def _protect_groups(self, mesh: Any) -> None:
         """Let the watch end waits of this rank on the user's groups of pipelines side by side."""
@@ -277,12 +262,12 @@ class Pipeline:
         In it, placeholders that say where they lie stand for the weights of other processes. Before the
         first batch cuts it, each process holds all of it.
         """
-        return self._held.model
+        return self.engine.model
 
     @property
     def is_cut(self) -> bool:
         """True once the model is cut: at once if ``stages=`` says where, else by a call."""
-        return self._held.uncut is None
+        return self.engine.uncut is None
 
     @property
     def schedule(self) -> Schedule:
@@ -313,7 +298,7 @@ class Pipeline:
     @property
     def weights(self) -> ModelWeights:
         """The weights of the whole model: their norms, state dicts, files and first values."""
-        return self._weights
+        return self.engine.weights
 
     @property
     def job(self) -> Job:
@@ -343,7 +328,7 @@ class Pipeline:
 
         A signal or a time limit has come on some rank, see :class:`penstock.GracefulStop`.
         """
-        return self._runner.stopping
+        return self.engine.stopping
 
     @property
     def is_main_process(self) -> bool:
@@ -360,8 +345,9 @@ class Pipeline:
         Raises:
             UsageError: the model is not cut yet, see :attr:`is_cut`.
         """
-        self._held.check_cut()
-        return self._held.stages
+        if not self.is_cut:
+            raise UsageError(f"there are no stages yet: the first batch cuts the model; {CUT_NOW}")
+        return self.engine.stages
 
     @property
     def units(self) -> list[str]:
@@ -370,14 +356,13 @@ class Pipeline:
         Raises:
             UsageError: the model is not cut yet, see :attr:`is_cut`.
         """
-        self._held.check_cut()
-        partition = self._held.partition
-        return [] if partition is None else partition.units
+        cut = self.stages and self.engine.partition
+        return cut.units if cut else []
 
     @property
     def device(self) -> torch.device:
         """The device of this process's stages."""
-        return self._held.device
+        return self.engine.device
 
     def __repr__(self) -> str:
         schedule = self._schedules.training
@@ -385,13 +370,16 @@ class Pipeline:
         count = self._job.replicas.number
         beside = f"; {count} replicas" if count > 1 else ""
         name = "auto" if self._undecided and not self.is_cut else schedule.name
-        return "\n".join(
-            [
-                f"Pipeline({name}, ranks={schedule.ranks}, stages={schedule.stages}, "
-                f"microbatches={schedule.microbatches}, device={str(self.device)!r}{beside}{here})",
-                *self._held.rows(),
-            ]
+        first = (
+            f"Pipeline({name}, ranks={schedule.ranks}, stages={schedule.stages}, "
+            f"microbatches={schedule.microbatches}, device={str(self.device)!r}{beside}{here})"
         )
+        uncut = self.engine.uncut
+        if uncut is not None:
+            kind = type(uncut.model).__name__
+            return f"{first}\n  not cut yet: the first batch cuts the {kind}"
+        rows = described_stages(schedule, self.stages, self.engine.partition)
+        return "\n".join([first, *rows])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -460,31 +448,34 @@ class Pipeline:
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
-        self._look_at_last()
-        event = StepEvent(self.randomness.step + 1, self._job.is_main_process, self._held.device)
-        self._step_hooks.call("before", event)
-        started = perf_counter()
-        arguments = self.engine.arguments(
-            args,
-            kwargs,
-            model_kwargs,
-            target=target,
-            microbatches=microbatches,
-            same_batch=same_batch,
-        )
-        options = StepOptions(
-            loss_weight, total_weight, accumulate, scaler, outputs, record or event.record
-        )
-        result = self.engine.step(arguments, options)
-        if scaler is None:
-            self._unread = result
-            waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(self.device)
-            if not waits or self._job.transport is not None:
-                self._look_at_last()
-        if self._step_hooks:
-            after = replace(event, result=result, seconds=perf_counter() - started)
-            self._step_hooks.call("after", after)
-        return result
+        with self.engine.turn():
+            self._look_at_last()
+            event = StepEvent(self.randomness.step + 1, self._job.is_main_process, self.device)
+            self._step_hooks.call("before", event)
+            started = perf_counter()
+            arguments = self.engine.arguments(
+                args,
+                kwargs,
+                model_kwargs,
+                target=target,
+                microbatches=microbatches,
+                same_batch=same_batch,
+            )
+            options = StepOptions(
+                loss_weight, total_weight, accumulate, scaler, outputs, record or event.record
+            )
+            result = self.engine.step(arguments, options)
+            if scaler is None:
+                self._unread = result
+                waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(
+                    self.device
+                )
+                if not waits or self._job.transport is not None:
+                    self._look_at_last()
+            if self._step_hooks:
+                after = replace(event, result=result, seconds=perf_counter() - started)
+                self._step_hooks.call("after", after)
+            return result
 
     @collective
     def cut(
@@ -508,12 +499,12 @@ class Pipeline:
         Raises:
             PartitionError: the model cannot be cut; it stays whole.
         """
-        uncut = self._held.uncut
+        uncut = self.engine.uncut
         if uncut is None:
             return
         uncut.was_asked = True
         if not (args or kwargs or model_kwargs or uncut.needs_call):
-            self._held.cut_now()
+            uncut.cut_now()
             return
         self.engine.cut(self.engine.arguments(args, kwargs, model_kwargs, target=target))
 
@@ -563,7 +554,7 @@ class Pipeline:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context in evaluation mode, which restores each module's own mode."""
-        with self._held.evaluating():
+        with self.engine.evaluating():
             yield
 
     def find_nonfinite(
@@ -600,7 +591,9 @@ class Pipeline:
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
-        step, nonfinite = self.randomness.step, self.engine.training_loss.nonfinite
+        loss = self.engine.loss
+        assert loss is not None
+        step, nonfinite = self.randomness.step, loss.nonfinite
         what = f"the loss is {result.loss:g}"
         added = [n for n, value in result.losses.items() if n != MAIN and not math.isfinite(value)]
         if added:
@@ -629,7 +622,7 @@ class Pipeline:
         In a process of several, those of other ranks are placeholders, which optimizers leave out. What needs
         the numbers of one is an error that names it and its rank; see docs/weights.md.
         """
-        return self._weights.named_parameters()
+        return self.weights.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the whole model, each once; see :meth:`named_parameters`."""
@@ -637,7 +630,7 @@ class Pipeline:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._held.weights.zero_grad()
+        self.weights.zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -654,7 +647,7 @@ class Pipeline:
         Returns:
             The norm before scaling, the same on every rank.
         """
-        return self._weights.clip_grad_norm_(
+        return self.weights.clip_grad_norm_(
             max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 

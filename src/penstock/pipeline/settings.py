@@ -136,7 +136,9 @@ class PipelineSettings:
             return replicas or Replicas()
         group = group_across(replicas, self.mesh)
         inside = Group(group)
-        return Replicas(inside.size, inside.sum, index=inside.rank, group=group)
+        several = isinstance(replicas, tuple) and len(replicas) > 1
+        dims = tuple(self.mesh.get_group(name) for name in replicas) if several else ()
+        return Replicas(inside.size, inside.sum, index=inside.rank, group=group, dims=dims)
 
     @cached_property
     def loss(self) -> StepLoss | None:

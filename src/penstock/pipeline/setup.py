@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -59,15 +59,18 @@ _UNEVEN = 1.25
 
 
 def described_stages(
-    schedule: Schedule, contents: Mapping[int, str], partition: Partition | None
+    schedule: Schedule, stages: Sequence[PipelineStage], partition: Partition | None
 ) -> list[str]:
     """A line for each stage: its rank, its modules and its part of the work; and what makes them uneven."""
     shares = () if partition is None else partition.shares
+    modules = {stage.index: stage.code for stage in stages}
+    if partition is not None:
+        modules = dict(enumerate(partition.modules))
     rows = []
     for rank in range(schedule.ranks):
         for stage in schedule.placement.stages_on(rank):
             work = f" - {shares[stage]:.0%} of the work" if shares else ""
-            held = contents.get(stage, "in another process")
+            held = modules_in(modules[stage]) if stage in modules else "in another process"
             rows.append(f"  rank {rank}, stage {stage}: {held}{work}")
     if partition is not None and max(shares, default=0) * len(shares) > _UNEVEN:
         path, share = partition.heaviest
@@ -152,19 +155,21 @@ def make_equal(
         )
     if transport is not None:
         transport.activity.come("the weights of the first replica", sorted(beside))
-    begin_equal([stage.module for stage in stages], replicas.group)
+    begin_equal([stage.module for stage in stages], replicas.group, replicas.dims)
     if transport is not None:
         transport.activity.go_on()
 
 
 def check_spread(stages: Sequence[PipelineStage], job: Job, *, weighted: bool) -> None:
-    """Refuse wrappers that reduce gradients over processes other than the replicas.
+    """Refuse wrappers and sharded weights that reduce gradients over processes other than the replicas.
 
     ``weighted`` says whether the loss has weights.
     """
     replicas = job.replicas
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
+        if replicas.group is not None:
+            left_alone(stage.module, replicas.group, replicas.dims)
         for part in spread_parts(stage.module):
             ranks, how = part.ranks, part.how
             where = f"stage {stage.index}" + (f", module {part.path!r}," if part.path else "")
@@ -194,7 +199,8 @@ def check_shared(stages: Sequence[PipelineStage], shared: Sequence[Shared], job:
     replicas = job.replicas
     if replicas.group is None:
         return
-    plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
+    group, dims = replicas.group, replicas.dims
+    plain = {id(p) for stage in stages for p in left_alone(stage.module, group, dims)}
     rows = [
         [one.names[0], stage.index, id(tensor) in plain]
         for one in shared

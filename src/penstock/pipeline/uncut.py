@@ -12,8 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from penstock._engine.devices import is_accelerator, memory_of
+from penstock._engine.microbatches import MISSING
 from penstock._engine.placeholders import is_placeholder
-from penstock._engine.runtime import without_data
+from penstock._engine.runtime import agree_on_cut, without_data
 from penstock._engine.transport import Job
 from penstock._engine.weights import Init, load_partition
 from penstock._engine.weights.folders import check_folder
@@ -23,10 +24,11 @@ from penstock.partition import Cutting, Example, Partition, Room, explained, fin
 from penstock.pipeline.plan import ProvenSchedules, in_flight
 from penstock.pipeline.settings import ModelSettings
 from penstock.pipeline.setup import make_equal, wrap_stages
-from penstock.pipeline.weights import CUT_NOW
 from penstock.plan import Plan
 from penstock.stage import PipelineStage
 
+CUT_NOW = "call pipe.cut(...) with the arguments of a batch to cut the model now"
+"""What to do where something needs the stages before the first batch has come."""
 _SHARE = 0.9
 """The part of a device's memory that a stage may fill."""
 
@@ -144,6 +146,11 @@ class UncutModel:
         return False
 
     # ---- the cut, see penstock._engine.runtime.cut.LateCut
+
+    def cut_now(self) -> None:
+        """Cut the model before any call, where no call is needed; all processes of the job call this."""
+        agree_on_cut(self._job, self, lambda: (0, None, MISSING))
+        self.carry_out()
 
     def decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
         """Where to cut; see :class:`penstock._engine.runtime.cut.LateCut`."""

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from penstock._engine.microbatches import Microbatches, RulesGiven, read_rules, split_batch
 from penstock._engine.parallel import whole
-from penstock._engine.runtime import ActionEvent, Loss, LossFunction, StepResult, collect_losses
+from penstock._engine.runtime import (
+    ActionEvent,
+    Loss,
+    LossFunction,
+    StepLoss,
+    StepResult,
+    collect_losses,
+)
 from penstock._engine.values import flatten, map_tensors, named_leaves, tensors_in, unflatten
 from penstock.errors import PeerFailed, UsageError
 from penstock.partition import randomness
@@ -500,9 +507,7 @@ class _Tally:
 
     def __init__(self, loss: Loss, parts: Sequence[_PlainCall]) -> None:
         self.parts, self.outputs = parts, list[Any]()
-        self._loss = loss
-        by_name = loss.weight if isinstance(loss.weight, Mapping) else {"main": loss.weight}
-        self._weights = {name: one for name, one in by_name.items() if not isinstance(one, str)}
+        self._loss = StepLoss.for_steps(loss)
         self._sums: defaultdict[str, float] = defaultdict(float, {"loss": 0.0, "losses: main": 0.0})
         self._metrics: dict[str, list[tuple[float, float]]] = {name: [] for name in loss.metrics}
         self._apart: list[tuple[Any, Any]] = []
@@ -545,21 +550,18 @@ class _Tally:
         return total
 
     def _counts(self, name: str) -> list[float]:
-        """How much each part counts."""
-        weight = self._weights.get(name, self._weights.get("main"))
-        samples = [float(part.samples or 1) for part in self.parts]
-        if weight is None:
-            return samples
-        if callable(weight):
-            return [float(weight(part.target)) for part in self.parts]
-        if isinstance(weight, Sequence):
-            return [float(one) for one in weight]
-        return [float(weight) * count / sum(samples) for count in samples]
+        """How much each part counts, as the loss says."""
+        samples = [part.samples or 1 for part in self.parts]
+        return self._loss.counts(samples, [part.target for part in self.parts], self._main_or(name))
+
+    def _main_or(self, name: str) -> str:
+        """The loss by whose weights one counts: itself, or the main one."""
+        return name if name in self._loss.weights else "main"
 
     def _share(self, name: str, place: int) -> float:
         """The factor of a part's loss in the loss of the batch."""
         adds_up, counts = self._loss.reduction == "sum", self._counts(name)
-        if adds_up and self._weights.get(name, self._weights.get("main")) is None:
+        if adds_up and self._loss.weights[self._main_or(name)] is None:
             return 1.0
         return (1.0 if adds_up else counts[place]) / sum(counts) if sum(counts) else 0.0
 

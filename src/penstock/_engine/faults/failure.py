@@ -212,10 +212,13 @@ def _tell_torchrun() -> None:
         "".join(form(error)).strip()
         for form in (traceback.format_exception_only, traceback.format_exception)
     )
+    causes = dict[int, BaseException]()
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, PeerFailed):
+    # Causes and contexts together may run in a circle.
+    while cause is not None and id(cause) not in causes:
+        causes[id(cause)] = cause
         cause = cause.__cause__ or cause.__context__
-    later = 0 if cause is None else 10
+    later = 10 if any(isinstance(one, PeerFailed) for one in causes.values()) else 0
     extra = {"py_callstack": clipped(trace, "trace"), "timestamp": str(int(time.time() + later))}
     with contextlib.suppress(OSError):
         message = {"message": {"message": clipped(said), "extraInfo": extra}}

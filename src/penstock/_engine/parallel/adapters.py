@@ -102,12 +102,20 @@ class Averaging(Adapter):
         apart: a context that puts gradients that the stage collects elsewhere into ``.grad``.
         group: the process group of the replicas.
         activity: where this process notes what it waits for.
+        dims: the groups of the dimensions that the replicas form, if there are several.
     """
 
-    def __init__(self, module: Any, apart: Apart, group: Any, activity: Activity | None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        apart: Apart,
+        group: Any,
+        activity: Activity | None,
+        dims: Sequence[Any] = (),
+    ) -> None:
         self._module = module
         self._group = group
-        self._average = GradientAverage(group, activity)
+        self._average = GradientAverage(group, activity, dims)
         self._apart = apart
         self._reduced = True
         self._buffers: Iterable[Tensor] = ()
@@ -155,7 +163,7 @@ class ReplicatedStage(Averaging):
     """A stage under ``replicas=``; what its wrappers reduce is left to them."""
 
     def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
-        return unreduced(self._module, self._group)
+        return unreduced(self._module)
 
 
 class DataParallelStage(Averaging):
@@ -294,7 +302,8 @@ class Sharded(Adapter):
 
 
 _SUMS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
-"""What a sharded parameter does after each backward, up to torch 2.14; later it has no such methods."""
+"""What a sharded parameter does after each backward, up to torch 2.14; later it has no such methods:
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L802"""
 
 
 def _nothing() -> None: ...
@@ -307,7 +316,8 @@ def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
 def _may_be_held(module: FSDPModule) -> bool:
     """Whether its parameters may stay gathered through a call: the user has not asked to free them earlier.
 
-    There is no public way to read this choice (torch 2.13). A replicated module gathers nothing.
+    There is no public way to read this choice. A replicated module gathers nothing. Of torch 2.13:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L67
     """
     state = module._get_fsdp_state()
     if any(not hasattr(group.mesh_info, "shard_mesh_size") for group in state._fsdp_param_groups):

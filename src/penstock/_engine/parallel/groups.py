@@ -55,20 +55,26 @@ def group_across(replicas: Any, mesh: Any) -> Any:
     """The process group that ``replicas=`` means: of a mesh's dimension, by itself or by its name.
 
     Args:
-        replicas: a mesh of one dimension, the name of a dimension of ``mesh``, or a process group.
+        replicas: a mesh of one dimension, the name of a dimension of ``mesh``, several such names, or a
+            process group.
         mesh: the mesh of the pipeline.
 
     Raises:
         UsageError: it is none of these.
     """
-    if isinstance(replicas, str):
+    if isinstance(replicas, str | tuple | list):
         names = (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
-        if replicas not in names or replicas == DIMENSION:
+        wanted = (replicas,) if isinstance(replicas, str) else tuple(replicas)
+        if not wanted or not {*wanted} <= {*names} - {DIMENSION}:
             raise UsageError(
-                f"replicas={replicas!r}: must name a dimension of mesh= that lies across the pipeline; "
+                f"replicas={replicas!r}: must name dimensions of mesh= that lie across the pipeline; "
                 + (f"the mesh has {', '.join(names)}" if names else "there is no mesh with names")
             )
-        return mesh.get_group(replicas)
+        if len(wanted) == 1:
+            return mesh.get_group(wanted[0])
+        # Torch slices a mesh in the order of its dimensions; no public name flattens one. Of torch 2.13:
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/device_mesh.py#L1268
+        return mesh[tuple(name for name in names if name in wanted)]._flatten().get_group()
     if isinstance(replicas, DeviceMesh):
         if replicas.ndim != 1:
             raise UsageError(
@@ -104,7 +110,8 @@ def members_of(mesh: Any, replicas: Any) -> Members | None:
         return None
     pipeline = tuple(dist.get_process_group_ranks(chosen))
     if isinstance(mesh, DeviceMesh):
-        # Only this private name leads from a part to the mesh that it was taken from (torch 2.13).
+        # Only this private name leads from a part to the mesh that it was taken from. Of torch 2.13:
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/device_mesh.py#L634
         whole = mesh._get_root_mesh()
         names = whole.mesh_dim_names or ()
         name = DIMENSION if mesh.ndim > 1 else (mesh.mesh_dim_names or ("",))[0]

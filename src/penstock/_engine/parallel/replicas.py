@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,10 @@ LARGE_BYTES = 2**20
 """Gradients of at least so many bytes are reduced by themselves, where they lie."""
 
 
+def _kind(tensor: Tensor) -> tuple[Any, torch.device]:
+    return getattr(tensor, "grad_dtype", None) or tensor.dtype, tensor.device
+
+
 class GradientAverage:
     """Averages gradients over replicas where they lie, bucket by bucket, while backward still runs.
 
@@ -31,15 +35,23 @@ class GradientAverage:
     reduced in place; copies of the small ones go in one message, with flags that say which gradients a
     replica has: one that no replica has stays None.
 
+    A weight that is itself sharded over replicas, such as one of experts, has the gradients of their samples
+    in it already: it is averaged over the others alone, see :func:`averaged_over`.
+
     Args:
         group: the process group of the replicas.
         activity: where this process notes what it waits for.
+        dims: the groups of the dimensions that the replicas form, if there are several.
     """
 
-    def __init__(self, group: dist.ProcessGroup, activity: Activity | None = None) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        activity: Activity | None = None,
+        dims: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self._group, self._dims = group, dims
         self._activity = activity or Activity(0)
-        self._members = dist.get_process_group_ranks(group)
         self._waiting: deque[list[nn.Parameter]] = deque()
         self._under_way: deque[tuple[list[Any], list[Tensor], Tensor, list[nn.Parameter], Any]] = (
             deque()
@@ -53,7 +65,13 @@ class GradientAverage:
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take up the gradients of a step; each replica has the same parameters in the same order."""
         self.forget()
-        self._waiting += _buckets([p for p in parameters if p.requires_grad][::-1])
+        self._waiting += _buckets([p for p in parameters if p.requires_grad][::-1], self._alike)
+
+    def _over(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        return averaged_over(parameter, self._group, self._dims)
+
+    def _alike(self, parameter: Tensor) -> object:
+        return _kind(parameter), self._over(parameter)
 
     def watch(self, adds_to: Collection[int] | None) -> None:
         """Start each bucket as soon as the next backward, which is the last one, has completed it.
@@ -95,6 +113,12 @@ class GradientAverage:
             self._start(self._waiting.popleft())
 
     def _start(self, bucket: list[nn.Parameter]) -> None:
+        group = self._over(bucket[0])
+        if group is None:
+            for parameter in bucket:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).div_(self._group.size())
+            return
         works: list[Any] = []
         large: list[Tensor] = []
         small: list[Tensor] = []
@@ -108,9 +132,9 @@ class GradientAverage:
         there = [parameter.grad is not None for parameter in bucket]
         flags = torch.tensor(there, dtype=dtype, device=device)
         flat = torch.cat([*small, flags]).div_(self._group.size())
-        come = self._activity.arrive(self._members)
+        come = self._activity.arrive(dist.get_process_group_ranks(group))
         for tensor in (*large, flat):
-            works.append(dist.all_reduce(tensor, group=self._group, async_op=True))
+            works.append(dist.all_reduce(tensor, group=group, async_op=True))
         self._under_way.append((works, large, flat, bucket, come))
 
     def finish(self, what: str = "the average of gradients") -> None:
@@ -151,15 +175,13 @@ class GradientAverage:
         self._complete.clear()
 
 
-def _kind(tensor: Tensor) -> tuple[Any, torch.device]:
-    return getattr(tensor, "grad_dtype", None) or tensor.dtype, tensor.device
-
-
-def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
-    """Group tensors into buckets of one type and device."""
+def _buckets(
+    tensors: Iterable[Any], kind: Callable[[Tensor], object] = _kind
+) -> Iterator[list[Any]]:
+    """Group tensors into buckets of one kind: by default, of one type and device."""
     alike: dict[object, list[Any]] = {}
     for tensor in tensors:
-        alike.setdefault(_kind(tensor), []).append(tensor)
+        alike.setdefault(kind(tensor), []).append(tensor)
     for members in alike.values():
         bucket, size = [], 0
         for tensor in members:
@@ -209,35 +231,76 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
             tensor.copy_(part.view_as(tensor))
 
 
-def begin_equal(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+def begin_equal(
+    modules: Iterable[nn.Module],
+    group: dist.ProcessGroup,
+    dims: Sequence[dist.ProcessGroup] = (),
+) -> None:
     """Give stages the weights and buffers of the first replica; all replicas call this.
 
-    Tensors that a wrapper replicates or shards, and those on the meta device, are left alone.
+    Tensors that a wrapper replicates or shards, those that are sharded over all replicas and those on the
+    meta device are left alone.
     """
     for module in modules:
-        parameters, buffers = unreduced(module, group)
-        copy_from_first([*parameters, *buffers], group)
+        parameters, buffers = unreduced(module)
+        over: dict[Any, list[Tensor]] = {group: list(buffers)}
+        for parameter in parameters:
+            over.setdefault(averaged_over(parameter, group, dims), []).append(parameter)
+        for among, tensors in over.items():
+            if among is not None:
+                copy_from_first(tensors, among)
 
 
-def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
+def left_alone(
+    module: nn.Module, group: dist.ProcessGroup, dims: Sequence[dist.ProcessGroup] = ()
+) -> list[nn.Parameter]:
     """The parameters of a stage whose gradients no wrapper and no DTensor reduces over the replicas.
 
     Args:
         module: the stage's module, in its wrapper.
         group: the process group of the replicas.
+        dims: the groups of the dimensions that the replicas form, if there are several.
     """
-    return unreduced(module, group)[0]
+    return [p for p in unreduced(module)[0] if averaged_over(p, group, dims) is not None]
 
 
-def unreduced(
-    module: nn.Module, group: dist.ProcessGroup
-) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The parameters as :func:`left_alone` has them, and the buffers that no wrapper copies."""
-    parts, replicas = spread_parts(module), ranks_in(group)
+def unreduced(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The parameters that no wrapper reduces, and the buffers that no wrapper copies."""
+    parts = spread_parts(module)
     reduced = {id(p) for part in parts for p in part.parameters}
-    parameters = [
-        p
-        for p in module.parameters()
-        if id(p) not in reduced and not (is_sharded(p) and replicas <= mesh_ranks(p.device_mesh))
-    ]
+    parameters = [p for p in module.parameters() if id(p) not in reduced]
     return parameters, [] if parts else list(module.buffers())
+
+
+def averaged_over(
+    parameter: Tensor, group: dist.ProcessGroup, dims: Sequence[dist.ProcessGroup] = ()
+) -> dist.ProcessGroup | None:
+    """The replicas that have the same part of a weight, over which its gradients are averaged.
+
+    Args:
+        parameter: the weight. If it is a DTensor, the gradient in each process of its mesh counts all of the
+            mesh.
+        group: the process group of the replicas.
+        dims: the groups of the dimensions that the replicas form, if there are several.
+
+    Returns:
+        The group, or None if no other replica has this part.
+
+    Raises:
+        UsageError: the weight is sharded over some of the replicas, and ``dims`` does not tell the others.
+    """
+    if not is_sharded(parameter):
+        return group
+    replicas, mesh = ranks_in(group), mesh_ranks(parameter.device_mesh)
+    if replicas <= mesh:
+        return None
+    if len(replicas & mesh) <= 1:
+        return group
+    others = [one for one in dims if not ranks_in(one) <= mesh]
+    if len(others) != 1:
+        raise UsageError(
+            f"a weight of shape {list(parameter.shape)} is sharded over the processes {sorted(mesh)}, which "
+            f"are some of the replicas {sorted(replicas)}; name the dimensions of mesh= that the replicas "
+            'form, those of the weight and one more: replicas=("dp", "ep")'
+        )
+    return others[0]

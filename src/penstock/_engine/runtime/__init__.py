@@ -1,6 +1,7 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
 from penstock._engine.runtime.calls import Call, StepState, check_plans, describe_stages
+from penstock._engine.runtime.cut import agree_on_cut
 from penstock._engine.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock._engine.runtime.kinds import contents_of
 from penstock._engine.runtime.loss import (
@@ -49,6 +50,7 @@ __all__ = [
     "Which",
     "add_loss",
     "advice",
+    "agree_on_cut",
     "check_function",
     "check_plans",
     "collect_losses",

@@ -385,12 +385,15 @@ class StepLoss(Loss):
 
     @classmethod
     def for_steps(
-        cls, loss: LossFunction | Loss, replicas: Replicas, rules: Rules | None
+        cls,
+        loss: LossFunction | Loss,
+        replicas: Replicas | None = None,
+        rules: Rules | None = None,
     ) -> StepLoss:
         """The loss of a Pipeline's steps, from the ``loss_fn`` that the user gave."""
         loss = loss if isinstance(loss, Loss) else Loss(loss)
         said = {one.name: getattr(loss, one.name) for one in fields(Loss)}
-        return cls(**said, replicas=replicas, rules=rules)
+        return cls(**said, replicas=replicas or Replicas(), rules=rules)
 
     def in_step(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,11 +104,6 @@ class Runner:
         self._argument_names: dict[int, list[str]] = {}
         self.interpreter = Interpreter(self.stages, job.activity)
         self._devices = [device]
-
-    def cut_now(self, cut: LateCut) -> None:
-        """Cut the model before any call, where no call is needed; all processes of the job call this."""
-        agree_on_cut(self.job, cut, lambda: (0, None, MISSING))
-        cut.carry_out()
 
     def hold(self, stages: Sequence[PipelineStage]) -> None:
         """Take the stages of this process; all processes of the pipeline call this."""
@@ -490,7 +486,7 @@ class Runner:
 
         made: list[tuple[Agreement, Sequence[Any] | None]] = []
 
-        def compared() -> str:
+        def compared() -> list[list[Any]]:
             made.append(planned())
             return _compared(made[0][0])
 
@@ -518,10 +514,7 @@ class Runner:
                         f"rank 0 comes to {mine}, and rank {rank} to {theirs}; give every rank the same "
                         "model, in the same state, and the same batch"
                     )
-        return AgreementError(
-            f"rank 0 and rank {rank} plan different values from stage to stage: {plans[0]} and "
-            f"{plans[rank]}; give every rank the same model, in the same state"
-        )
+        return AgreementError(_apart(plans[0], plans[rank], rank))
 
     def _plan_call(
         self,
@@ -687,6 +680,7 @@ class Runner:
                         partial(attrgetter("shared_context"), stage),
                         call.loss.replicas.group,
                         self.interpreter.activity,
+                        call.loss.replicas.dims,
                     )
                 of_stage.setdefault(index, []).append(average)
         if not of_stage:
@@ -870,10 +864,29 @@ def _counts_here(loss: StepLoss | None, batch: Batch) -> dict[str, list[float]]:
     return counts
 
 
-def _compared(agreement: Agreement) -> str:
-    """What must be equal on all ranks in what they have planned."""
-    edges = list(dict.fromkeys(flow.edges for flow in agreement.flows))
-    return repr((edges, [kind.number for kind in agreement.kinds]))
+def _compared(agreement: Agreement) -> list[list[Any]]:
+    """What must be equal on all ranks in what they have planned: values that travel, and kinds of calls."""
+    edges = dict.fromkeys(edge for flow in agreement.flows for edge in flow.edges)
+    rows = [[edge.value, edge.source, [*edge.targets], edge.gradient] for edge in edges]
+    return [rows, [kind.number for kind in agreement.kinds]]
+
+
+def _apart(first: Sequence[Any], other: Sequence[Any], rank: int) -> str:
+    """How the plan of a rank differs from that of rank 0, in words."""
+    remedy = "give every rank the same model, in the same state"
+    of_first, of_other = ({json.dumps(row[:3]): row for row in plan[0]} for plan in (first, other))
+    for key, (value, source, targets, gradient) in {**of_other, **of_first}.items():
+        travels = f"the value {value!r} travels from stage {source} to stages {targets}"
+        if key not in of_first or key not in of_other:
+            has, lacks = (0, rank) if key in of_first else (rank, 0)
+            return f"{travels} on rank {has}, and on rank {lacks} it does not; {remedy}"
+        if of_other[key][3] != gradient:
+            has, lacks = (0, rank) if gradient else (rank, 0)
+            return (
+                f"the ranks train different weights: {travels}, and its gradient comes back on rank {has}, "
+                f"but not on rank {lacks}; give requires_grad the same values on every rank"
+            )
+    return f"rank 0 and rank {rank} have made different calls before this one; {remedy}"
 
 
 def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:

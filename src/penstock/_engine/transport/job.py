@@ -58,6 +58,7 @@ class Replicas:
         averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
         index: the index of this one.
         group: the processes at the same place in each, if gradients are to be averaged over them.
+        dims: the groups of the dimensions of a mesh that they form, if there are several.
     """
 
     number: int = 1
@@ -65,6 +66,7 @@ class Replicas:
     averaged: bool = True
     index: int = 0
     group: Any = None
+    dims: tuple[Any, ...] = ()
 
     def added(self, values: Tensor) -> Tensor:
         """The sum of numbers over the replicas."""
