@@ -617,6 +617,40 @@ def sets_a_buffer_once(m: Any, x: Tensor) -> Any:
     return through_all(m, x) * m.table
 
 
+class Applies(nn.Linear):
+    """Applies a function that it is given."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(super().forward(x))
+
+
+@program(Applies)
+def functions_of_one_code(m: Any, x: Tensor) -> Any:
+    for index in range(4):
+        factor = index + 1.0
+        x = m.l[index](x, lambda h: h[:, : 4 - index // 3] * factor)  # noqa: B023
+    return x
+
+
+@program(Applies)
+def functions_with_other_defaults(m: Any, x: Tensor) -> Any:
+    for index in range(4):
+        x = m.l[index](x, lambda h, stop=4 - index // 3: h[:, :stop])
+    return x
+
+
+@program(Applies)
+def functions_that_enclose_values(m: Any, x: Tensor) -> Any:
+    h = x
+    for unit in m.l:
+        before = [h, h.sin()]
+        h = unit(h, lambda h: torch.tanh(h) + before[0] * before[1])  # noqa: B023
+    return h
+
+
 # ---- numbers that decide, and what no stage has whole
 
 

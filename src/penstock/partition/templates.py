@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -75,7 +75,14 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
-    """The keys and the values of a list, a deque, a dictionary or an object."""
+    """The keys and the values of a list, a deque, a dictionary, a function or an object.
+
+    Those of a function are its defaults and what it encloses.
+    """
+    if isinstance(thing, FunctionType):
+        cells = _cells_of(thing)
+        enclosed = [cell.cell_contents for cell in cells.values()]
+        return tuple(cells), [thing.__defaults__, thing.__kwdefaults__, *enclosed]
     if isinstance(thing, list | deque):
         return (len(thing),), list(thing)
     inside = thing if isinstance(thing, dict) else vars(thing)
@@ -83,8 +90,13 @@ def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Give a list, a deque, a dictionary or an object other contents."""
-    if isinstance(thing, list | deque):
+    """Give a list, a deque, a dictionary, a function or an object other contents."""
+    if isinstance(thing, FunctionType):
+        cells = _cells_of(thing)
+        thing.__defaults__, thing.__kwdefaults__, *inside = values
+        for key, value in zip(keys, inside, strict=True):
+            cells[key].cell_contents = value
+    elif isinstance(thing, list | deque):
         put_back(thing, values)
     elif type(thing) is dict or not isinstance(thing, dict):
         put_back(thing, dict(zip(keys, values, strict=True)))
@@ -94,6 +106,12 @@ def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
         for key, value in zip(keys, values, strict=True):
             thing[key] = value
     return thing
+
+
+def _cells_of(function: FunctionType) -> dict[str, Any]:
+    """What a function encloses, by name, without what has no value yet."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if cell != CellType()}
 
 
 def tuple_of(kind: Any, items: list[Any]) -> Any:
@@ -283,7 +301,14 @@ class Reader:
             return (CONST, kind, value)
         if isinstance(value, tuple) or (kind is list and copies):
             return (TUPLE, kind, tuple([self.read(one, given, copies=copies) for one in value]))
-        if isinstance(value, _FUNCTIONS) or not (
+        index = next((i for i, one in enumerate(given) if one is value), None)
+        if kind is FunctionType and (self._as_call or index is not None):
+            # What it encloses when it is given counts, not when it is played.
+            kind = value.__code__
+            if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+                given.append(value)
+                return (GIVEN, len(given) - 1, kind)
+        elif isinstance(value, _FUNCTIONS) or not (
             isinstance(value, list | deque | dict) or hasattr(value, "__dict__")
         ):
             items = items_of(value)
@@ -291,7 +316,6 @@ class Reader:
                 return self._opaque(kind, value, given)
             inner = tuple([self.read(one, given, copies=copies) for one in items.of.values()])
             return (BUILT, _Builder(items), kind, tuple(items.of), inner)
-        index = next((i for i, one in enumerate(given) if one is value), None)
         if index is not None and self._as_call:
             return (AGAIN, index)
         tag = NEW
@@ -306,7 +330,7 @@ class Reader:
         return (tag, index if tag is KNOWN else like, kind, keys, templates)
 
     def _opaque(self, kind: type, value: Any, given: list[Any]) -> Template:
-        """A value that cannot be looked into; of functions, the code counts."""
+        """A value that cannot be looked into; of methods, the code counts."""
         number = self._number_of(id(value))
         if number is not None:
             return (VALUE, number)

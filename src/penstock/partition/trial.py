@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Answer, CallLook, filled, without_data
-from penstock.partition.doors import Run, alone_and_silent, hooks_without_data, reads_noted
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
+from penstock.partition.interception import Run, alone_and_silent, reads_noted
 from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.names import COLLECTIVES, NEED_DATA, FakeTensor, without_modes
 from penstock.partition.score import Line
@@ -217,10 +218,11 @@ class Trial:
         )
         if does_more or not alike.unit.is_as_before():
             return
-        answer = Answer.of(
-            line, alike, self._writer.inner_work, varies=self._needs_data, writes=self._writes
-        )
-        if answer is not None:
+        counted, parts = self._writer.inner_work, alike.unit.parts
+        inner = {at: counted[id(part)] for at, part in enumerate(parts) if id(part) in counted}
+        alone = replace(line, next={}, plans={}, digests={})
+        answer = Answer(alone, alike.tensors, inner, self._writes, self._needs_data)
+        if answer.can_repeat():
             self._tree.memo.put(alike, self._reads, answer)
 
     # ---- the call
@@ -286,7 +288,9 @@ class Trial:
             self._own = {storage_of(t) for t in fakes if not getattr(t, "_is_param", False)}
             numbers = self._writer.numbers
             self._arguments |= {storage_of(one) for one in fakes if id(one) not in numbers}
-            hooks_without_data([self._unit])
+            for hooks in (of for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)):
+                for key in [key for key, hook in hooks.items() if _is_distributed(hook)]:
+                    del hooks[key]  # it gathers weights
             try:
                 yield
             finally:
@@ -614,6 +618,11 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return not np.array_equal(one, other)
     return bool(one != other)
+
+
+def _is_distributed(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed")
 
 
 def _of_ones(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
