@@ -97,7 +97,7 @@ class Player:
         for number, edge in sends.items():
             if isinstance(number, str):
                 # As the stage leaves it: nothing that comes before reads it elsewhere.
-                tensor = self._tree.tensors[number]
+                tensor = self._tree.tensor_now(number)
                 is_weight = isinstance(tensor, nn.Parameter)
                 sent[edge] = tensor.view_as(tensor) if is_weight else tensor.clone()
         output = fill(plan.output, values, score.given) if self._last else None
@@ -332,12 +332,12 @@ class _Values(dict[Any, Any]):
 
     def __init__(self, tree: Forward, score: Score) -> None:
         super().__init__()
-        self._tensors, self._notes = tree.tensors, score.notes
+        self._tensor, self._notes = tree.tensor_now, score.notes
         self.copies_buffers = False
 
     def __missing__(self, number: Number) -> Any:
         if isinstance(number, str):
-            tensor = self._tensors[number]
+            tensor = self._tensor(number)
             if self.copies_buffers and not isinstance(tensor, nn.Parameter):
                 # A backward keeps it as it was, whatever the next microbatch writes there.
                 return tensor.clone()

@@ -69,6 +69,7 @@ class ScoreTree:
         self._written = [
             module for module in self.modules if not type(module).__module__.startswith("torch.")
         ]
+        self._places = {full: (table, name) for table, name, full in self._tables}
         self._settings: tuple[Any, ...] = ()
         self._hashed: tuple[tuple[Any, ...], str] = (), ""
         self._weights: list[Any] | None = None
@@ -108,6 +109,12 @@ class ScoreTree:
             for value in vars(module).values()
             if not isinstance(value, list | dict | Tensor | int | str | None)
         }
+
+    def tensor_now(self, name: str) -> Tensor:
+        """A tensor of the model as it is at this moment: whole, while a wrapper has gathered it."""
+        table, key = self._places[name]
+        tensor: Tensor = table[key]
+        return tensor
 
     def start(self, batch: Sequence[Tensor] = ()) -> Line:
         """The root of the tree for the settings of the model's modules, and which weights learn.
