@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dis import get_instructions
 from enum import Enum
-from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from functools import cache, partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -75,14 +76,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
-    """The keys and the values of a list, a deque, a dictionary, a function or an object.
-
-    Those of a function are its defaults and what it encloses.
-    """
-    if isinstance(thing, FunctionType):
-        cells = _cells_of(thing)
-        enclosed = [cell.cell_contents for cell in cells.values()]
-        return tuple(cells), [thing.__defaults__, thing.__kwdefaults__, *enclosed]
+    """The keys and the values of a list, a deque, a dictionary or an object."""
     if isinstance(thing, list | deque):
         return (len(thing),), list(thing)
     inside = thing if isinstance(thing, dict) else vars(thing)
@@ -90,13 +84,8 @@ def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Give a list, a deque, a dictionary, a function or an object other contents."""
-    if isinstance(thing, FunctionType):
-        cells = _cells_of(thing)
-        thing.__defaults__, thing.__kwdefaults__, *inside = values
-        for key, value in zip(keys, inside, strict=True):
-            cells[key].cell_contents = value
-    elif isinstance(thing, list | deque):
+    """Give a list, a deque, a dictionary or an object other contents."""
+    if isinstance(thing, list | deque):
         put_back(thing, values)
     elif type(thing) is dict or not isinstance(thing, dict):
         put_back(thing, dict(zip(keys, values, strict=True)))
@@ -108,10 +97,43 @@ def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     return thing
 
 
-def _cells_of(function: FunctionType) -> dict[str, Any]:
-    """What a function encloses, by name, without what has no value yet."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if cell != CellType()}
+def apart(value: Any) -> Items | None:
+    """The items of a container, or what a function encloses with its defaults; None for a leaf.
+
+    A function that writes to what it encloses, such as a counter, is a leaf: the author wants its own one.
+    """
+    if type(value) is not FunctionType:
+        return items_of(value)
+    code, cells = value.__code__, value.__closure__ or ()
+    if not (cells or value.__defaults__ or value.__kwdefaults__) or _writes_outside(code):
+        return None
+    enclosed = dict(zip(code.co_freevars, cells, strict=True))
+    full = {name: cell.cell_contents for name, cell in enclosed.items() if cell != CellType()}
+    if any(one is value for one in full.values()):
+        return None  # it calls itself
+
+    def build(parts: list[Any]) -> Any:
+        """The function with other contents: the author's own stays as it is."""
+        defaults, named, *inside = parts
+        new = dict(zip(full, map(CellType, inside), strict=True))
+        closure = tuple(new.get(name, cell) for name, cell in enclosed.items())
+        twin = FunctionType(code, value.__globals__, value.__name__, defaults, closure)
+        twin.__kwdefaults__, twin.__qualname__ = named, value.__qualname__
+        vars(twin).update(vars(value))
+        return twin
+
+    of = {"defaults": value.__defaults__, "keyword defaults": value.__kwdefaults__, **full}
+    return Items(of, build)
+
+
+@cache
+def _writes_outside(code: CodeType) -> bool:
+    """Whether a function, or one that it defines, writes to what it encloses."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return any(map(_writes_outside, inner)) or any(
+        one.opname in ("STORE_DEREF", "DELETE_DEREF") and one.argval in code.co_freevars
+        for one in get_instructions(code)
+    )
 
 
 def tuple_of(kind: Any, items: list[Any]) -> Any:
@@ -160,10 +182,11 @@ def bind(template: Template, actual: Any, line: int, values: dict[Any, Any]) -> 
         for inner, item in zip(template[2], actual, strict=True):
             bind(inner, item, line, values)
     elif tag is BUILT:
-        apart = items_of(actual)
-        if apart is None or len(apart.of) != len(template[4]):
-            raise LookupError(f"a {type(actual).__name__} in place of a {template[2].__name__}")
-        for inner, item in zip(template[4], apart.of.values(), strict=True):
+        inside = apart(actual)
+        if inside is None or len(inside.of) != len(template[4]):
+            name = getattr(template[2], "__name__", "function")
+            raise LookupError(f"a {type(actual).__name__} in place of a {name}")
+        for inner, item in zip(template[4], inside.of.values(), strict=True):
             bind(inner, item, line, values)
     elif tag is NEW or tag is KNOWN:
         if isinstance(actual, Tensor) or not (
@@ -244,7 +267,7 @@ def _text(value: Any) -> str:
 
 
 class _Builder:
-    """Builds a container of a class that holds its items in no dictionary; equal to any other."""
+    """Builds a function, or a container that holds its items in no dictionary; equal to any other."""
 
     def __init__(self, items: Items) -> None:
         self.build = items.build
@@ -301,21 +324,17 @@ class Reader:
             return (CONST, kind, value)
         if isinstance(value, tuple) or (kind is list and copies):
             return (TUPLE, kind, tuple([self.read(one, given, copies=copies) for one in value]))
-        index = next((i for i, one in enumerate(given) if one is value), None)
-        if kind is FunctionType and (self._as_call or index is not None):
-            # What it encloses when it is given counts, not when it is played.
-            kind = value.__code__
-            if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
-                given.append(value)
-                return (GIVEN, len(given) - 1, kind)
-        elif isinstance(value, _FUNCTIONS) or not (
+        if isinstance(value, _FUNCTIONS) or not (
             isinstance(value, list | deque | dict) or hasattr(value, "__dict__")
         ):
-            items = items_of(value)
+            items = apart(value)
             if items is None:
                 return self._opaque(kind, value, given)
+            # What a function encloses when it is given counts, not when it is played.
+            of_kind = value.__code__ if isinstance(value, FunctionType) else kind
             inner = tuple([self.read(one, given, copies=copies) for one in items.of.values()])
-            return (BUILT, _Builder(items), kind, tuple(items.of), inner)
+            return (BUILT, _Builder(items), of_kind, tuple(items.of), inner)
+        index = next((i for i, one in enumerate(given) if one is value), None)
         if index is not None and self._as_call:
             return (AGAIN, index)
         tag = NEW

@@ -343,13 +343,14 @@ class Trial:
 
             ones = {key: of_ones(fake) for key, fake in self._values.items()}
             reals: list[Any] = []
-            for x in given:
+            for place, x in enumerate(given):
                 real = x
                 if isinstance(x, Tensor):
                     real = x.detach().clone()
                     if number == 0 and x.dtype is torch.bool:
                         real.zero_()  # a mask of ones may leave nothing
-                    back[id(real)] = self._faked(x), real
+                    fake = self._fakes.get(place)
+                    back[id(real)] = self._faked(x) if fake is None else fake, real
                 reals.append(real)
             try:
                 with replaced(_of_ones(self._unit)), torch.random.fork_rng(devices=[]):
