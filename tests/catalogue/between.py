@@ -1079,6 +1079,21 @@ def countdown() -> Iterator[int]:
     yield from (1, 2, 3, 4)
 
 
+def by_call(unit: Any, x: Tensor, c: Any) -> Any:
+    return c(unit.lin(x))
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    n = 0
+
+    def scaled(x: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        return x * n
+
+    return scaled
+
+
 HANDED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a counter in a list": (lambda: [0], by_list, ""),
     "a list that grows": (list, by_append, ""),
@@ -1093,6 +1108,11 @@ HANDED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "count": (lambda: itertools.count(1), by_next, "gives l.0 an iterator"),
     "an iterator": (lambda: iter([1, 2, 3, 4]), by_next, "gives l.0 an iterator"),
     "a generator": (countdown, by_next, "gives l.0 an iterator"),
+    "a function that counts": (
+        counting,
+        by_call,
+        "gives l.0 a function that sets 'n' in the code around it",
+    ),
     "a number that depends on data": (list, by_data, "l.0 in stage 0 gave .* in place of"),
 }
 """What starts an object, what each unit does with it, and how that is refused, if it is."""

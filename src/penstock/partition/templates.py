@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dis import get_instructions
 from enum import Enum
 from functools import cache, partial
+from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -105,7 +106,7 @@ def apart(value: Any) -> Items | None:
     if type(value) is not FunctionType:
         return items_of(value)
     code, cells = value.__code__, value.__closure__ or ()
-    if not (cells or value.__defaults__ or value.__kwdefaults__) or _writes_outside(code):
+    if not (cells or value.__defaults__ or value.__kwdefaults__) or _written(code):
         return None
     enclosed = dict(zip(code.co_freevars, cells, strict=True))
     full = {name: cell.cell_contents for name, cell in enclosed.items() if cell != CellType()}
@@ -126,14 +127,16 @@ def apart(value: Any) -> Items | None:
     return Items(of, build)
 
 
+def written_outside(value: Any) -> tuple[str, ...]:
+    """The variables around a function that it sets, such as a counter."""
+    return _written(value.__code__) if type(value) is FunctionType else ()
+
+
 @cache
-def _writes_outside(code: CodeType) -> bool:
-    """Whether a function, or one that it defines, writes to what it encloses."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return any(map(_writes_outside, inner)) or any(
-        one.opname in ("STORE_DEREF", "DELETE_DEREF") and one.argval in code.co_freevars
-        for one in get_instructions(code)
-    )
+def _written(code: CodeType) -> tuple[str, ...]:
+    inner = [_written(one) for one in code.co_consts if isinstance(one, CodeType)]
+    names = [one.argval for one in get_instructions(code) if one.opname == "STORE_DEREF"]
+    return tuple(n for n in [*names, *chain(*inner)] if n in code.co_freevars)
 
 
 def tuple_of(kind: Any, items: list[Any]) -> Any:

@@ -48,6 +48,7 @@ from penstock.partition.templates import (
     put_contents,
     storage_of,
     takes_gradient,
+    written_outside,
 )
 from penstock.partition.tree import ScoreTree
 from penstock.partition.work import Work
@@ -234,6 +235,12 @@ class Trial:
         if any(hasattr(type(one), "__next__") for one in given):
             raise writer.refusal(
                 f"gives {line.name} an iterator, which every stage would take from; give a list"
+            )
+        written = next((names for one in given if (names := written_outside(one))), ())
+        if written:
+            raise writer.refusal(
+                f"gives {line.name} a function that sets {written[0]!r} in the code around it, which runs "
+                "before the stages do; return what it sets from the module, or keep it in an attribute of one"
             )
         inside = [self._fakes.get(place, one) for place, one in enumerate(given)]
         args, kwargs = self._arguments_of(self._values, inside)
