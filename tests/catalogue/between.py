@@ -617,6 +617,40 @@ def sets_a_buffer_once(m: Any, x: Tensor) -> Any:
     return through_all(m, x) * m.table
 
 
+class Applies(nn.Linear):
+    """Applies a function that it is given."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(super().forward(x))
+
+
+@program(Applies)
+def functions_of_one_code(m: Any, x: Tensor) -> Any:
+    for index in range(4):
+        factor = index + 1.0
+        x = m.l[index](x, lambda h: h[:, : 4 - index // 3] * factor)  # noqa: B023
+    return x
+
+
+@program(Applies)
+def functions_with_other_defaults(m: Any, x: Tensor) -> Any:
+    for index in range(4):
+        x = m.l[index](x, lambda h, stop=4 - index // 3: h[:, :stop])
+    return x
+
+
+@program(Applies)
+def functions_that_enclose_values(m: Any, x: Tensor) -> Any:
+    h = x
+    for unit in m.l:
+        before = [h, h.sin()]
+        h = unit(h, lambda h: torch.tanh(h) + before[0] * before[1])  # noqa: B023
+    return h
+
+
 # ---- numbers that decide, and what no stage has whole
 
 
@@ -1045,6 +1079,21 @@ def countdown() -> Iterator[int]:
     yield from (1, 2, 3, 4)
 
 
+def by_call(unit: Any, x: Tensor, c: Any) -> Any:
+    return c(unit.lin(x))
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    n = 0
+
+    def scaled(x: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        return x * n
+
+    return scaled
+
+
 HANDED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a counter in a list": (lambda: [0], by_list, ""),
     "a list that grows": (list, by_append, ""),
@@ -1059,6 +1108,11 @@ HANDED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "count": (lambda: itertools.count(1), by_next, "gives l.0 an iterator"),
     "an iterator": (lambda: iter([1, 2, 3, 4]), by_next, "gives l.0 an iterator"),
     "a generator": (countdown, by_next, "gives l.0 an iterator"),
+    "a function that counts": (
+        counting,
+        by_call,
+        "gives l.0 a function that sets 'n' in the code around it",
+    ),
     "a number that depends on data": (list, by_data, "l.0 in stage 0 gave .* in place of"),
 }
 """What starts an object, what each unit does with it, and how that is refused, if it is."""

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Loss, Pipeline, PipelineStage, Replicas, StepResult, add_loss, collect_losses
+from penstock._engine.parallel import whole
 from penstock._engine.transport import Group
 from penstock.errors import AgreementError, NonFiniteError, PeerFailed, PenstockError, UsageError
 from penstock.testing import Case, WorkerPool, judge
@@ -148,6 +149,48 @@ def test_steps_that_accumulate(group: Any) -> None:
             pipe.step(X[half], target=Y[half], accumulate=2)
         parts = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
+
+
+@in_processes(4)
+def test_steps_that_accumulate_may_average_once(group: Any) -> None:
+    mesh = mesh_of("dp", "pp")
+    for name in ("plain", "tied", "ddp", "fsdp"):
+        how = name if name in ("ddp", "fsdp") else ""
+        options: dict[str, Any] = {"wrap": lambda m, _, how=how: wrap(m, how, mesh)} if how else {}
+        with piped(mesh, model_of(name), **options) as pipe:
+            four, _ = accumulated(pipe, half_of(mesh), averaged=[1, 2, 3, 4])
+            one, reductions = accumulated(pipe, half_of(mesh), averaged=[4])
+        torch.testing.assert_close(one, four, rtol=0, atol=1e-12)
+        assert reductions == ([1] * 4 if name == "tied" else [0, 0, 0, 1]), name
+
+
+def accumulated(
+    pipe: Pipeline, half: slice, averaged: list[int]
+) -> tuple[dict[str, Any], list[int]]:
+    """The gradients of four steps, some of them in ``no_sync``, and how often each reduced gradients."""
+    pipe.zero_grad()
+    counts = []
+    for number in range(1, 5):
+        every = nullcontext() if number in averaged else pipe.no_sync()
+        with every, Collectives() as collectives:
+            pipe.step(X[half], target=Y[half], accumulate=4)
+        counts.append(sum(n for name, n in collectives.counts.items() if "reduce" in name))
+    return {
+        n: whole(p.grad).clone()
+        for n, p in pipe.weights.here.named_parameters()
+        if p.grad is not None
+    }, counts
+
+
+@in_processes(4)
+def test_replicas_average_together_or_not_at_all(group: Any) -> None:
+    mesh = mesh_of("dp", "pp")
+    with piped(mesh, model_of("plain")) as pipe:
+        pipe.step(X, target=Y)
+        alone = pipe.no_sync() if mesh.get_local_rank("dp") else nullcontext()
+        text = r"inside pipe.no_sync\(\), and others do not; enter it on every rank"
+        with alone, pytest.raises(AgreementError, match=text):
+            pipe.step(X, target=Y)
 
 
 FROZEN: dict[str, tuple[list[str], list[str]]] = {

@@ -26,6 +26,7 @@ from tests.catalogue.between import (
     make,
     rows,
     score,
+    through,
     through_all,
 )
 from tests.catalogue.making import Does
@@ -78,6 +79,17 @@ def test_a_refusal_leaves_the_model_as_it_was(name: str) -> None:
     before = [dict(vars(module)) for module in model.modules()]
     refused(PROGRAMS[name].refused, model)
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_what_an_earlier_microbatch_has_left_is_refused() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        h = m.l[1](m.l[0](x))
+        before = getattr(m, "before", torch.zeros_like(x))
+        m.before = h.detach()
+        return through(m, h + before, 2)
+
+    with pytest.raises(PartitionError, match="an earlier microbatch has left"):
+        piped(make(body), microbatches=2).predict(rows())
 
 
 @pytest.mark.parametrize("place", [0, 2])

@@ -310,11 +310,15 @@ def test_what_cannot_be_cut_can_be_one_stage(model: nn.Module) -> None:
         partition(model, 2)
 
 
+class Both(nn.Module):
+    """Takes two arguments, and gives two."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x - y
+
+
 def test_modules_without_a_forward_are_called_one_after_the_other() -> None:
-    both = (Does(lambda _, x, y: (x + y, x - y)) for _ in range(2))
-    model = nn.ModuleDict(
-        {**dict(zip("ab", both, strict=True)), "c": nn.Bilinear(4, 4, 2)}
-    ).double()
+    model = nn.ModuleDict({"a": Both(), "b": Both(), "c": nn.Bilinear(4, 4, 2)}).double()
     x = torch.randn(3, 4, dtype=torch.float64)
     pipe = Pipeline(model, stages=[["a"], ["b", "c"]], microbatches=1, loss_fn=torch.dist)
     assert torch.equal(pipe.predict(x, y=x), model["c"](2 * x, 2 * x))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Microbatches, Pipeline, PipelineStage
-from penstock.errors import StageError, UsageError
+from penstock.errors import AgreementError, StageError, UsageError
 from penstock.testing import Case, judge
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
@@ -31,6 +31,21 @@ def test_a_frozen_stage_learns_later(group: Any, by_pipe: bool) -> None:
                 parameter.requires_grad_(learns or not name.startswith("0."))
             pipe.zero_grad()
             judge(case, pipe).check(1e-12)
+
+
+@in_processes(2)
+def test_ranks_that_freeze_different_weights_are_told(group: Any) -> None:
+    model = chain()
+    with make(model, stages=[["0", "1"], ["2"]], mesh=group) as pipe:
+        pipe.step(X, target=Y)
+        if pipe.rank == 1:
+            for parameter in pipe.parameters():
+                parameter.requires_grad_(False)
+        with pytest.raises(AgreementError) as caught:
+            pipe.step(X, target=Y)
+    text = str(caught.value)
+    assert text.startswith("the ranks train different weights: the value '1' travels from stage 0")
+    assert "comes back on rank 0, but not on rank 1; give requires_grad the same" in text
 
 
 # ---- what the code between units asks for

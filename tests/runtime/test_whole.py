@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from penstock import Loss, Microbatches, Pipeline, Replicas, Split
 from penstock.errors import ScheduleError, UsageError
-from penstock.testing import Case, WorkerPool, compare, plain_loop
+from penstock.testing import Case, compare, plain_loop
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, mean_loss, sum_loss
 from tests.processes import in_processes
@@ -43,7 +43,7 @@ def plain(model: nn.Module, loss_fn: Any, target: Any, *args: Any) -> tuple[floa
 
 
 def contrasts(group: Any = None, ranks: int = 2, microbatches: int = 4) -> None:
-    """Two steps, with the numbers of the whole batch; also a worker's task."""
+    """Two steps, with the numbers of the whole batch."""
     case = Case(towers(), (X, Y), None, Loss(contrastive, over="batch"))
     sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "mesh": group}
     verdict = compare(case, schedule="GPipe", steps=2, **sizes)
@@ -53,10 +53,14 @@ def contrasts(group: Any = None, ranks: int = 2, microbatches: int = 4) -> None:
     assert_same(verdict.gradients, {name: expected[name] for name in verdict.gradients})
 
 
-def test_a_loss_over_the_batch_does_not_depend_on_microbatches(workers: WorkerPool) -> None:
+def test_a_loss_over_the_batch_does_not_depend_on_microbatches() -> None:
     for ranks, microbatches in [(1, 1), (1, 4), (2, 2), (3, 3), (2, 8)]:
         contrasts(None, ranks, microbatches)
-    workers.run(f"{__name__}:contrasts", 2)
+
+
+@in_processes(2)
+def test_nor_does_it_between_processes(group: Any) -> None:
+    contrasts(group)
 
 
 def test_a_loss_over_the_batch_has_the_options_of_others() -> None:

@@ -156,6 +156,17 @@ class Placeholder(Tensor):
         return self.location.device
 
     @property
+    def requires_grad(self) -> bool:
+        """True if the weight learns; each step asks all weights, so not by ``__torch_function__``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.requires_grad_(value)
+
+    @property
     def grad(self) -> Tensor | None:
         """The placeholder for the gradient, after a step; optimizers do not see it."""
         steps = self._steps
@@ -385,7 +396,8 @@ def leave_placeholder(tensor: Tensor, location: Location) -> Tensor:
     marks = {key: value for key, value in vars(tensor).items() if key not in vars(new)}
     tensor.__dict__, new.__dict__ = vars(new) | marks, vars(tensor)
     # torch.utils.swap_tensors refuses tensors with weak references, or that a graph has saved. Here both may
-    # keep what they have: the object, and the data. Of torch 2.13.
+    # keep what they have: the object, and the data. Of torch 2.13:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/__init__.py#L43
     torch._C._swap_tensor_impl(tensor, new)
     return tensor
 

@@ -72,7 +72,8 @@ def read_early(node: Any, name: str) -> Tensor:
     """A saved tensor that a checkpoint recomputes, so that the node can still read it afterwards.
 
     A checkpoint hands out each tensor once in a backward pass, and records that in the tensor's holder. Here
-    nothing is recorded. Seen in torch 2.13.
+    nothing is recorded. Of torch 2.13:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py#L898
     """
     holder = getattr(node, f"_raw{name}").data
     holder.handles = _WithoutNotes(holder.handles)

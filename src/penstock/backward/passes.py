@@ -81,7 +81,8 @@ def backward_to(
             torch.autograd.backward(roots, seeds, inputs=ends or None)
         elif roots:
             # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and
-            # the engine checks the gradients' shapes and types itself. Seen in torch 2.13.
+            # the engine checks the gradients' shapes and types itself. Of torch 2.13:
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py#L255
             _engine_run_backward(
                 tuple(roots),
                 tuple(seeds),

@@ -199,8 +199,8 @@ class SharedGradients:
     """
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
-        self._parameters = tuple(parameters)
-        self._shares: list[Tensor | None] = [None] * len(self._parameters)
+        self.parameters = tuple(parameters)
+        self._shares: list[Tensor | None] = [None] * len(self.parameters)
         self._outside: list[Tensor | None] = []
 
     def __enter__(self) -> None:
@@ -211,13 +211,13 @@ class SharedGradients:
 
     def take(self) -> list[Tensor | None]:
         """What was collected for each parameter since the last call, None where nothing was."""
-        shares, self._shares = self._shares, [None] * len(self._parameters)
+        shares, self._shares = self._shares, [None] * len(self.parameters)
         return shares
 
     def _swap(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Put other gradients into ``.grad``, and return those that were there."""
         before = []
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             before.append(parameter.grad)
             parameter.grad = gradient
         return before

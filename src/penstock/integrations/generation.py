@@ -18,7 +18,7 @@ from penstock._engine.rng import generator_states, set_generator_states
 from penstock._engine.runtime import contents_of
 from penstock._engine.values import flatten, tensors_in, unflatten
 from penstock.errors import AgreementError, UsageError, error_named, public_name
-from penstock.partition import Door
+from penstock.partition import Interceptor
 from penstock.pipeline import Pipeline
 from penstock.stage import StageModule
 
@@ -76,8 +76,10 @@ class _SpreadModel:
         for rank, paths in enumerate(_told(pipe, mine)):
             for path in paths:
                 self._owners.setdefault(path, rank)
-        self._doors = [Door(model.get_submodule(path), path) for path in self._owners]
-        inside = {id(p) for door in self._doors for p in door.module.parameters()}
+        self._interceptors = [Interceptor(model.get_submodule(path), path) for path in self._owners]
+        inside = {
+            id(p) for interceptor in self._interceptors for p in interceptor.module.parameters()
+        }
         loose = [n for n, p in model.named_parameters() if id(p) not in inside and p.is_meta]
         missing = sorted({name for names in _told(pipe, loose) for name in names})
         if missing:
@@ -87,18 +89,18 @@ class _SpreadModel:
             )
 
     def open(self) -> None:
-        for door in self._doors:
-            door.open(self._call, direct=False)
+        for interceptor in self._interceptors:
+            interceptor.open(self._call, direct=False)
 
     def close(self) -> None:
-        for door in self._doors:
-            door.close()
+        for interceptor in self._interceptors:
+            interceptor.close()
 
-    def _call(self, door: Door, run: Any, args: Any, kwargs: Any) -> Any:
-        owner = self._owners[door.path]
+    def _call(self, interceptor: Interceptor, run: Any, args: Any, kwargs: Any) -> Any:
+        owner = self._owners[interceptor.path]
         cache = _cache_in((*args, *kwargs.values()))
         layers = sorted(
-            {layer for m in door.module.modules() if (layer := _layer_of(m)) is not None}
+            {layer for m in interceptor.module.modules() if (layer := _layer_of(m)) is not None}
         )
         if owner != self._pipe.rank:
             problem, lengths, places, shared = self._pipe.job.share(None, owner)
@@ -112,9 +114,9 @@ class _SpreadModel:
             )
         try:
             output = run(*args, **kwargs)
-            lengths = [] if cache is None else _lengths(cache, layers, door.path)
+            lengths = [] if cache is None else _lengths(cache, layers, interceptor.path)
         except Exception as error:
-            problem = ["StageError", f"{door.path}: {type(error).__name__}: {error}"]
+            problem = ["StageError", f"{interceptor.path}: {type(error).__name__}: {error}"]
             if isinstance(error, UsageError):
                 problem = [public_name(type(error)), str(error)]
             self._pipe.job.share([problem, [], [], None], owner)

@@ -10,15 +10,15 @@ from penstock.partition.base import (
     named_tensors,
 )
 from penstock.partition.cutting import Cutting, explained, partition, unit_calls
-from penstock.partition.doors import Door
 from penstock.partition.draws import randomness
+from penstock.partition.interception import Interceptor
 from penstock.partition.planning import CallPlan
 
 __all__ = [
     "CallPlan",
     "Cutting",
-    "Door",
     "Example",
+    "Interceptor",
     "Partition",
     "Room",
     "Shared",

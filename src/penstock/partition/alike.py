@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import PLAIN
-from penstock.partition.doors import Door
+from penstock.partition.interception import Interceptor
 from penstock.partition.kept import REGISTRIES
 from penstock.partition.names import FakeTensor, FakeTensorMode, without_modes
 from penstock.partition.score import Line
@@ -24,6 +24,7 @@ from penstock.partition.templates import (
     Look,
     Number,
     Template,
+    leaves_of,
     look_of,
     with_leaves,
 )
@@ -37,7 +38,7 @@ _DEEP, _LONG = 6, 1_000
 _PLAIN_SIZE = type("Plain", (), {}).__basicsize__
 """The size of objects that hold all that they hold in their dictionary."""
 _FORWARD, _COMPILED = "forward", "_compiled_call_impl"
-"""Attributes that a door sets. What was compiled runs as it was written."""
+"""Attributes that an interceptor sets. What was compiled runs as it was written."""
 _SKIPPED = REGISTRIES | {"training", _FORWARD, _COMPILED}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -72,93 +73,50 @@ class Memo:
         return look, frozenset((place, call.unit.numbers.get(place)) for place in reads)
 
 
-@dataclass(eq=False)
-class Answer:
-    """What a unit gave, in terms of any call that looks the same.
+class Answer(NamedTuple):
+    """What a unit did in a call, for calls that look the same.
 
     Attributes:
-        result: the template of its result. A value in it is ``"old"`` or ``"new"``: a tensor of the call, or
-            one that the unit has made, by their places.
-        reads: the places of the tensors that it read.
-        looks: how the new tensors look, by place.
-        work: its operations, the floating-point operations among them, and the bytes that it made.
-        inner: the operations of the modules in it that were counted, by position.
-        varies: whether it has read numbers.
+        line: the line of the call, which gave new tensors, and did nothing else; without those after it.
+        tensors: the templates of the call's tensors.
+        inner: the operations of the modules in the unit that were counted, by position.
         writes: the weights and buffers into which it has written, by the position of their module.
+        varies: whether the unit itself has read numbers.
     """
 
-    result: Template
-    reads: Sequence[int]
-    looks: Mapping[int, Look]
-    work: tuple[float, float, float]
+    line: Line
+    tensors: list[Template]
     inner: Mapping[int, float]
-    varies: bool
     writes: Sequence[tuple[int, str]]
+    varies: bool
 
-    @classmethod
-    def of(
-        cls,
-        line: Line,
-        call: CallLook,
-        counted: Mapping[int, float],
-        *,
-        varies: bool,
-        writes: Sequence[tuple[int, str]],
-    ) -> Answer | None:
-        """What a line gave; None if another call could not give the same.
-
-        Args:
-            line: the line, which has run.
-            call: its look.
-            counted: the operations of modules, by their identity.
-            varies: whether it has read numbers.
-            writes: the weights and buffers into which it has written.
-        """
-        old = call.tensors
-
-        def anywhere(leaf: Template) -> Template:
-            if leaf[0] is VALUE and leaf[1] in line.shown:
-                return (VALUE, ("new", leaf[1][1]))
-            if leaf[0] is VALUE or leaf in old:
-                return (VALUE, ("old", old.index(leaf)))
-            return leaf
-
-        try:
-            result = with_leaves(line.result, anywhere)
-        except ValueError:
-            return None  # it gives a weight of its own
-        of_call = sum(t[0] is VALUE and t[1] in line.reads for t in old)
-        if len(line.reads) != of_call or not all(
-            isinstance(x, Tensor) for x in line.shown.values()
-        ):
-            return None
-        return cls(
-            result,
-            [at for at, t in enumerate(old) if t[0] is GIVEN or t[1] in line.reads],
-            {number[1]: look for number, look in line.looks.items() if isinstance(number, tuple)},
-            (line.work, line.flops, line.nbytes),
-            {a: counted[id(m)] for a, m in enumerate(call.unit.parts) if counted.get(id(m))},
-            varies,
-            writes,
+    def can_repeat(self) -> bool:
+        """Whether another call can give the same: all that it reads and gives is of the call, or new."""
+        line, values = self.line, {t[1] for t in self.tensors if t[0] is VALUE}
+        given = {t[1] for t in leaves_of(line.result) if t[0] is VALUE}
+        new = line.shown.values()
+        return (
+            line.reads <= values
+            and given <= values | line.shown.keys()
+            and all(isinstance(tensor, Tensor) for tensor in new)
         )
 
     def tell(self, line: Line, call: CallLook, blank: Callable[[Look], Tensor]) -> None:
-        """Note in a line of such a call what it gives; ``blank`` makes a placeholder."""
-        old = call.tensors
-
-        def here(leaf: Template) -> Template:
-            if leaf[0] is not VALUE:
-                return leaf
-            which, at = leaf[1]
-            return old[at] if which == "old" else (VALUE, (line.index, at))
-
-        line.result = with_leaves(self.result, here)
-        line.reads = frozenset(old[at][1] for at in self.reads if old[at][0] is VALUE)
-        for place, look in self.looks.items():
-            number, tensor = (line.index, place), blank(look)
-            line.shown[number], line.looks[number] = tensor, look
-            line.marks[id(tensor)] = number
-        line.work, line.flops, line.nbytes = self.work
+        """Note in the line of such a call what it gives; ``blank`` makes a placeholder."""
+        known = self.line
+        leaves = dict(zip(self.tensors, call.tensors, strict=True))
+        line.reads = frozenset(
+            now[1]
+            for was, now in leaves.items()
+            if now[0] is VALUE and (was[0] is GIVEN or was[1] in known.reads)
+        )
+        for number, look in known.looks.items():
+            mine, tensor = (line.index, int(number[1])), blank(look)
+            leaves[VALUE, number] = VALUE, mine
+            line.shown[mine], line.looks[mine] = tensor, look
+            line.marks[id(tensor)] = mine
+        line.result = with_leaves(known.result, lambda leaf: leaves.get(leaf, leaf))
+        line.work, line.flops, line.nbytes = known.work, known.flops, known.nbytes
         line.varies = self.varies
 
 
@@ -280,13 +238,15 @@ class CallLook:
         places: dict[Template, int] = {}
 
         def abstract(leaf: Template) -> Template:
-            look = leaf[2] if leaf[0] is GIVEN else None
             if leaf[0] is VALUE:
-                if not isinstance(shown[leaf[1]], Tensor):
-                    raise LookupError
-                look = look_of(shown[leaf[1]])
-            if type(look) is not tuple:
+                tensor = shown[leaf[1]]
+                look = look_of(tensor) if isinstance(tensor, Tensor) else None
+            elif leaf[0] is GIVEN and leaf[2] is not float and type(leaf[2]) is not CodeType:
+                look = leaf[2]
+            else:
                 return leaf
+            if type(look) is not tuple:
+                raise LookupError
             return places.setdefault(leaf, len(places)), look
 
         try:
@@ -330,7 +290,7 @@ def _inside(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, partial):
-        if isinstance(getattr(value.func, "__self__", None), Door):
+        if isinstance(getattr(value.func, "__self__", None), Interceptor):
             return list(value.args)
         return [value.func, value.args, value.keywords]
     inside = list(vars(value).items()) if hasattr(value, "__dict__") else []

@@ -76,7 +76,11 @@ class Partition:
     @property
     def units(self) -> list[str]:
         """The paths of the modules that are placed as a whole; none of stages that were made by hand."""
-        return [] if self.planner is None else [door.path for door in self.planner.doors]
+        return (
+            []
+            if self.planner is None
+            else [interceptor.path for interceptor in self.planner.interceptors]
+        )
 
     @property
     def shares(self) -> Sequence[float]:

@@ -14,8 +14,8 @@ from penstock.errors import PartitionError, PenstockError, StageError, UsageErro
 from penstock.partition.alike import Memo
 from penstock.partition.balance import Room, choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, count_parameters, find_shared, named_tensors
-from penstock.partition.doors import Door
 from penstock.partition.forward import Forward
+from penstock.partition.interception import Interceptor
 from penstock.partition.order import CallOrder
 from penstock.partition.planning import deciding_early, first_uses, lines_of
 from penstock.partition.score import Score
@@ -225,13 +225,13 @@ class Cutting:
         """The score of a call; with ``counts``, the work of modules inside units is counted."""
         tree = Forward(self.model, self._forward, once(self.model, units), self._memo)
         outside = [module for _, module in tree.outside]
-        hooked: list[Door] = []
+        hooked: list[Interceptor] = []
         if self.count > 1:
             check_not_compiled(self.model, outside)
             hooked = tree.hooked()
         placed = {id(module) for module in tree.units.values()}
         inner = [
-            Door(module, path)
+            Interceptor(module, path)
             for path, module in self.model.named_modules()
             if counts
             and id(module) in tree.unit_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock._engine.rng import LOSS, Draws, generators_kept
-from penstock.partition.doors import Door, Seeded, opened
+from penstock.partition.interception import Interceptor, Seeded, intercepted
 from penstock.partition.units import find_units, once
 
 
@@ -39,13 +39,13 @@ def randomness(
     device = next((d for d in devices if d.type not in {"cpu", "meta"}), None)
     draws = Draws(seed, step, microbatch, device)
     paths = once(model, find_units(model, 2) if units is None else units)
-    seeded = Seeded([Door(model.get_submodule(path), path) for path in paths], draws, {})
-    root = Door(model, "")
+    seeded = Seeded([Interceptor(model.get_submodule(path), path) for path in paths], draws, {})
+    root = Interceptor(model, "")
 
-    def call(_: Door, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(_: Interceptor, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = seeded.run(run, args, kwargs)
         draws.enter(LOSS, 0)
         return output
 
-    with generators_kept(devices), opened([root], call):
+    with generators_kept(devices), intercepted([root], call):
         yield

@@ -14,7 +14,7 @@ from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Memo
-from penstock.partition.doors import Door, Run, opened, others_seen
+from penstock.partition.interception import Interceptor, Run, intercepted, others_seen
 from penstock.partition.kept import Kept, replaced
 from penstock.partition.names import FakeTensor
 from penstock.partition.score import Line, Score
@@ -42,7 +42,7 @@ class Forward(ScoreTree):
         super().__init__(model, units, memo)
         self.forward = forward
         self._writer: Writer | None = None
-        self._doors_open: list[Door] = []
+        self._open_interceptors: list[Interceptor] = []
         self._open: dict[str, nn.Module] = {}
 
     def write(
@@ -50,8 +50,8 @@ class Forward(ScoreTree):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         draws: Draws | None = None,
-        doors: Sequence[Door] = (),
-        inner: Sequence[Door] = (),
+        interceptors: Sequence[Interceptor] = (),
+        inner: Sequence[Interceptor] = (),
     ) -> Score:
         """Run the author's forward on placeholders, and write down what happens.
 
@@ -59,8 +59,8 @@ class Forward(ScoreTree):
             args: the model's arguments, with their numbers.
             kwargs: its keyword arguments.
             draws: seeds what functions between units draw; None leaves the generators alone.
-            doors: the doors of other modules to place as a whole, such as those with hooks.
-            inner: the doors of modules inside units, whose operations are counted too.
+            interceptors: the interceptors of other modules to place as a whole, such as those with hooks.
+            inner: the interceptors of modules inside units, whose operations are counted too.
 
         Raises:
             PartitionError: the model cannot be cut this way; the message names the module and the line.
@@ -70,7 +70,7 @@ class Forward(ScoreTree):
             args, kwargs = map_tensors((args, kwargs), _for_autograd)
         batch = [tensor for tensor in tensors if tensor.requires_grad]
         writer = Writer(self, draws, batch)
-        output = self.run(writer, args, kwargs, doors, inner)
+        output = self.run(writer, args, kwargs, interceptors, inner)
         call = (args, kwargs) if writer.decides else None
         score = Score(*writer.ended(output), writer.root, batch, draws, writer.inner_work, call)
         writer.let_go()
@@ -104,14 +104,14 @@ class Forward(ScoreTree):
     def rehearse(
         self,
         call: tuple[Sequence[Any], Mapping[str, Any]],
-        doors: Sequence[Door] = (),
-        inner: Sequence[Door] = (),
+        interceptors: Sequence[Interceptor] = (),
+        inner: Sequence[Interceptor] = (),
     ) -> Score:
         """Write a score of a call that does not count; whatever the author's code changes is put back.
 
         Args:
             call: the model's arguments; ones stand for tensors without data.
-            doors: as for :meth:`write`.
+            interceptors: as for :meth:`write`.
             inner: as for :meth:`write`.
         """
         self.refresh()
@@ -125,7 +125,7 @@ class Forward(ScoreTree):
         self.buffers = {id(y): buffers[id(x)] for (_, _, y), (_, _, x) in named if id(x) in buffers}
         try:
             with generators_kept([self.device]), replaced(copies):
-                return self.write(args, kwargs, None, doors, inner)
+                return self.write(args, kwargs, None, interceptors, inner)
         finally:
             self.buffers = buffers
             kept.restore()
@@ -138,15 +138,17 @@ class Forward(ScoreTree):
         return ones.requires_grad_(tensor.requires_grad)
 
     @contextmanager
-    def open(self, doors: Sequence[Door] = ()) -> Iterator[None]:
+    def open(self, interceptors: Sequence[Interceptor] = ()) -> Iterator[None]:
         """A context in which calls of units are answered, for several microbatches.
 
         Args:
-            doors: the doors of other modules to place as a whole, such as those with hooks.
+            interceptors: the interceptors of other modules to place as a whole, such as those with hooks.
         """
         self._settings = self._settings_now()
-        self._doors_open = [*self.doors, *doors]
-        self._open = {door.path: door.module for door in self._doors_open}
+        self._open_interceptors = [*self.interceptors, *interceptors]
+        self._open = {
+            interceptor.path: interceptor.module for interceptor in self._open_interceptors
+        }
         padded = [
             module.register_forward_pre_hook(self._check_padding, with_kwargs=True)
             for _, module in self.outside
@@ -155,10 +157,10 @@ class Forward(ScoreTree):
             and not (module.training or torch.is_grad_enabled())
         ]
         try:
-            with opened(self._doors_open, _unanswered, self._open), self._sets_noted():
+            with intercepted(self._open_interceptors, _unanswered, self._open), self._sets_noted():
                 yield
         finally:
-            self._doors_open, self._open, self._settings = [], {}, ()
+            self._open_interceptors, self._open, self._settings = [], {}, ()
             for hook in padded:
                 hook.remove()
 
@@ -192,19 +194,19 @@ class Forward(ScoreTree):
         writer: Writer,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        doors: Sequence[Door] = (),
-        inner: Sequence[Door] = (),
+        interceptors: Sequence[Interceptor] = (),
+        inner: Sequence[Interceptor] = (),
     ) -> Any:
         """Run the author's forward, of which a writer answers the calls."""
         with ExitStack() as stack:
             if not self._open:
-                stack.enter_context(self.open(doors))
+                stack.enter_context(self.open(interceptors))
             writer.units = self._open
-            for door in self._doors_open:
-                door.call = writer.unit
+            for interceptor in self._open_interceptors:
+                interceptor.call = writer.unit
             stack.enter_context(writer.settled())
             if inner:
-                stack.enter_context(opened(inner, writer.counted))
+                stack.enter_context(intercepted(inner, writer.counted))
             stack.enter_context(others_seen(writer))
             stack.enter_context(writer)
             self._writer = writer
@@ -216,14 +218,14 @@ class Forward(ScoreTree):
                 raise writer.explained(error) from error
             finally:
                 self._writer = None
-            for door in self._doors_open:
-                door.call = _unanswered
+            for interceptor in self._open_interceptors:
+                interceptor.call = _unanswered
         if writer.refused:
             raise writer.refused[0]
         return output
 
 
-def _unanswered(door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+def _unanswered(interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
     """The module's own call, between microbatches."""
     return run(*args, **kwargs)
 

@@ -29,17 +29,17 @@ PROPERTIES = torch._C.TensorBase
 """The class that has the properties of tensors."""
 Operation, Operations = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 """An operation of the dispatcher, and all of a name."""
+without_functions: Any = torch._C.DisableTorchFunction
+"""A context, without arguments, in which function modes and subclasses see no function."""
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Tells whether a transform of torch.func, such as vmap, has wrapped a tensor."""
+level_of_transforms = torch._C._functorch.maybe_current_level
+"""Counts the transforms of torch.func that are active; None if there are none."""
 
 
 def without_modes() -> AbstractContextManager[Any]:
     """A context in which no dispatch mode is active, so that tensors have numbers."""
     return _disable_current_modes()
-
-
-def without_functions() -> AbstractContextManager[Any]:
-    """A context in which function modes and subclasses see no function."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return context
 
 
 @contextlib.contextmanager
@@ -54,16 +54,6 @@ def left(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         mode.__enter__()
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func, such as vmap, is active."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a transform of torch.func has wrapped a tensor."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

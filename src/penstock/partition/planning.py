@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from penstock._engine.values import is_container
 from penstock.errors import PartitionError
-from penstock.partition.doors import reads_noted
 from penstock.partition.functions import is_ours
+from penstock.partition.interception import reads_noted
 from penstock.partition.kept import Kept
 from penstock.partition.names import FakeTensor, FakeTensorMode
 from penstock.partition.score import Line, Score

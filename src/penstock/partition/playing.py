@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as checkpointing
 
 from penstock._engine.values import map_tensors
 from penstock.errors import PlanError
-from penstock.partition.doors import BETWEEN, Door, Run
 from penstock.partition.forward import Forward
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
+from penstock.partition.interception import BETWEEN, Interceptor, Run
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
+from penstock.partition.recomputing import recomputed
 from penstock.partition.score import Line, Note, Score
 from penstock.partition.templates import BATCH, GIVEN, VALUE, Number, bind, fill, takes_gradient
 from penstock.partition.writer import Writer
@@ -33,7 +32,7 @@ class Player:
         homes: the stages of the units.
         stage: the index of the stage.
         last: whether it is the last one.
-        recomputed: for the path of each unit that is recomputed, what wraps its call.
+        recomputes: the paths of the units that are recomputed.
     """
 
     def __init__(
@@ -43,10 +42,10 @@ class Player:
         stage: int,
         *,
         last: bool,
-        recomputed: Mapping[str, Any],
+        recomputes: Collection[str],
     ) -> None:
         self._tree, self._homes, self._stage = tree, homes, stage
-        self._last, self._recomputed = last, recomputed
+        self._last, self._recomputes = last, recomputes
         self._modules = dict(tree.units)
 
     def play(
@@ -98,7 +97,7 @@ class Player:
         for number, edge in sends.items():
             if isinstance(number, str):
                 # As the stage leaves it: nothing that comes before reads it elsewhere.
-                tensor = self._tree.tensors[number]
+                tensor = self._tree.tensor_now(number)
                 is_weight = isinstance(tensor, nn.Parameter)
                 sent[edge] = tensor.view_as(tensor) if is_weight else tensor.clone()
         output = fill(plan.output, values, score.given) if self._last else None
@@ -150,12 +149,9 @@ class Player:
             draws.enter(line.what if line.unit else BETWEEN, note.draw)
         grad, depth, *casts = line.modes
         if line.unit:
-            wrapped = self._recomputed.get(line.what)
-            again = not (line.changes or line.left or line.index in call.plan.kept)
-            if wrapped is not None and again:
-                run = wrapped(run)
-            elif depth and again:
-                run = partial(checkpointing.checkpoint, run, use_reentrant=False)
+            once = line.what in self._recomputes
+            if (once or depth) and not (line.changes or line.left or line.index in call.plan.kept):
+                run = recomputed(run, module if once else None, line.what)
         try:
             if grad is torch.is_grad_enabled() and not casts and not note.context:
                 made = run(*args, **kwargs)
@@ -284,18 +280,18 @@ class Live(Writer):
         args, kwargs = self.real((args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+    def unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
         """Answer for a unit; once numbers have decided, it must be one of this stage."""
         if not self._decided or self._inside:
-            return super().unit(door, run, args, kwargs)
-        if not self._player.has(door.path):
+            return super().unit(interceptor, run, args, kwargs)
+        if not self._player.has(interceptor.path):
             raise PlanError(
-                f"the model's code decides by numbers that units make to call {door.path}, which is in "
-                "another stage; put that code into a module that is placed as a whole, by naming it in "
-                "stages="
+                "the model's code decides by numbers that units make to call "
+                f"{interceptor.path}, which is in another stage; put that code into a module that is placed "
+                "as a whole, by naming it in stages="
             )
-        self._enter(door.path, self._calls[door.path])
-        self._calls[door.path] += 1
+        self._enter(interceptor.path, self._calls[interceptor.path])
+        self._calls[interceptor.path] += 1
         args, kwargs = self.real((args, kwargs))
         self._inside = True
         try:
@@ -336,12 +332,12 @@ class _Values(dict[Any, Any]):
 
     def __init__(self, tree: Forward, score: Score) -> None:
         super().__init__()
-        self._tensors, self._notes = tree.tensors, score.notes
+        self._tensor, self._notes = tree.tensor_now, score.notes
         self.copies_buffers = False
 
     def __missing__(self, number: Number) -> Any:
         if isinstance(number, str):
-            tensor = self._tensors[number]
+            tensor = self._tensor(number)
             if self.copies_buffers and not isinstance(tensor, nn.Parameter):
                 # A backward keeps it as it was, whatever the next microbatch writes there.
                 return tensor.clone()

@@ -7,7 +7,7 @@ the first one left, or the state moves twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -23,26 +23,21 @@ Run = Callable[..., Any]
 _Holder = dict[str, Any]
 
 
-def checkpointed(
-    run: Run, options: Mapping[str, Any], unit: nn.Module | None = None, name: str = ""
-) -> Run:
-    """A call as a checkpoint; recomputing draws the same, since torch keeps the generators' states.
+def recomputed(run: Run, unit: nn.Module | None, name: str) -> Run:
+    """A call of a unit that runs again in its backward, and draws the same there.
 
     Args:
         run: makes the call.
-        options: options of torch's checkpoint.
-        unit: the module whose state is to move once; None for a checkpoint of the author's own, in which it
-            moves as without a pipeline.
+        unit: the unit, whose state moves once; None in a checkpoint of the author's, where it moves twice.
         name: the path of the unit, for messages.
     """
-    kept = {**options, "preserve_rng_state": True}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         function = run if unit is None else _Repeatable(run, unit)
         try:
-            return checkpointing.checkpoint(function, *args, **kept, **kwargs)
+            return checkpointing.checkpoint(function, *args, use_reentrant=False, **kwargs)
         except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
+            if unit is None or "saved tensor hooks" not in str(error):
                 raise
             raise PartitionError(
                 f"{name} takes gradients by torch.func, and PyTorch cannot recompute such code ({error}); "

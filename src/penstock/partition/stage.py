@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from penstock._engine.rng import Draws
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.doors import Seeded
 from penstock.partition.forward import Forward
+from penstock.partition.interception import Seeded
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
 from penstock.partition.playing import Player
-from penstock.partition.recomputing import checkpointed
 from penstock.partition.score import Note, Score
 from penstock.stage import StageCall, StageModule
 
@@ -48,7 +46,7 @@ class CutModel:
     ) -> None:
         self.tree, self.model, self.forward = tree, tree.model, tree.forward
         self.homes, self.stages, self.recomputes = homes, stages, frozenset(recomputes)
-        self.doors = tree.doors
+        self.interceptors = tree.interceptors
         self.outside = [module for _, module in tree.outside]
         self.shares: Sequence[float] = ()
         self.heaviest = ("", 0.0)
@@ -140,17 +138,8 @@ class CutStage(StageModule):
         self.training = cut.model.training
         self._loose = _fill(self, cut, index)
         cut.loose += self._loose
-        recomputed = {
-            path: partial(
-                checkpointed,
-                options={"use_reentrant": False},
-                unit=cut.tree.units[path],
-                name=path,
-            )
-            for path in cut.recomputes
-        }
         last = index == cut.stages - 1
-        self._player = Player(cut.tree, cut.homes, index, last=last, recomputed=recomputed)
+        self._player = Player(cut.tree, cut.homes, index, last=last, recomputes=cut.recomputes)
 
     def scores(
         self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any], Draws | None]]
@@ -176,12 +165,20 @@ class CutStage(StageModule):
     def units(self) -> list[nn.Module]:
         """The modules that run as a whole in this stage."""
         mine = set(self.modules())
-        return [door.module for door in self._cut.doors if door.module in mine]
+        return [
+            interceptor.module
+            for interceptor in self._cut.interceptors
+            if interceptor.module in mine
+        ]
 
     @property
     def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
         """The ``_init_weights`` of the models around the units, by their paths."""
-        inside = {id(part) for door in self._cut.doors for part in door.module.modules()}
+        inside = {
+            id(part)
+            for interceptor in self._cut.interceptors
+            for part in interceptor.module.modules()
+        }
         return {
             path: _shell(module)._init_weights
             for path, module in self._cut.model.named_modules()
@@ -240,7 +237,7 @@ class CutStage(StageModule):
         cut = self._cut
         if call.draws is None:
             return cut.forward(*args, **kwargs)
-        seeded = Seeded(cut.doors, call.draws, {})
+        seeded = Seeded(cut.interceptors, call.draws, {})
         return seeded.run(cut.forward, args, kwargs)
 
     def _follow(self) -> None:
@@ -272,7 +269,7 @@ def _shell(module: nn.Module) -> Any:
 
 def _fill(stage: nn.Module, cut: CutModel, index: int) -> list[Any]:
     """Put the stage's units, and its share of the tensors outside of them, under their paths."""
-    units = {id(door.module): door.path for door in cut.doors}
+    units = {id(interceptor.module): interceptor.path for interceptor in cut.interceptors}
     loose: list[Any] = []
     inside: tuple[str, ...] = ()
     for path, module in cut.model.named_modules(remove_duplicate=False):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dis import get_instructions
 from enum import Enum
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from functools import cache, partial
+from itertools import chain
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -96,6 +98,47 @@ def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     return thing
 
 
+def apart(value: Any) -> Items | None:
+    """The items of a container, or what a function encloses with its defaults; None for a leaf.
+
+    A function that writes to what it encloses, such as a counter, is a leaf: the author wants its own one.
+    """
+    if type(value) is not FunctionType:
+        return items_of(value)
+    code, cells = value.__code__, value.__closure__ or ()
+    if not (cells or value.__defaults__ or value.__kwdefaults__) or _written(code):
+        return None
+    enclosed = dict(zip(code.co_freevars, cells, strict=True))
+    full = {name: cell.cell_contents for name, cell in enclosed.items() if cell != CellType()}
+    if any(one is value for one in full.values()):
+        return None  # it calls itself
+
+    def build(parts: list[Any]) -> Any:
+        """The function with other contents: the author's own stays as it is."""
+        defaults, named, *inside = parts
+        new = dict(zip(full, map(CellType, inside), strict=True))
+        closure = tuple(new.get(name, cell) for name, cell in enclosed.items())
+        twin = FunctionType(code, value.__globals__, value.__name__, defaults, closure)
+        twin.__kwdefaults__, twin.__qualname__ = named, value.__qualname__
+        vars(twin).update(vars(value))
+        return twin
+
+    of = {"defaults": value.__defaults__, "keyword defaults": value.__kwdefaults__, **full}
+    return Items(of, build)
+
+
+def written_outside(value: Any) -> tuple[str, ...]:
+    """The variables around a function that it sets, such as a counter."""
+    return _written(value.__code__) if type(value) is FunctionType else ()
+
+
+@cache
+def _written(code: CodeType) -> tuple[str, ...]:
+    inner = [_written(one) for one in code.co_consts if isinstance(one, CodeType)]
+    names = [one.argval for one in get_instructions(code) if one.opname == "STORE_DEREF"]
+    return tuple(n for n in [*names, *chain(*inner)] if n in code.co_freevars)
+
+
 def tuple_of(kind: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or list of a kind."""
     return kind._make(items) if hasattr(kind, "_make") else kind(items)
@@ -142,10 +185,11 @@ def bind(template: Template, actual: Any, line: int, values: dict[Any, Any]) -> 
         for inner, item in zip(template[2], actual, strict=True):
             bind(inner, item, line, values)
     elif tag is BUILT:
-        apart = items_of(actual)
-        if apart is None or len(apart.of) != len(template[4]):
-            raise LookupError(f"a {type(actual).__name__} in place of a {template[2].__name__}")
-        for inner, item in zip(template[4], apart.of.values(), strict=True):
+        inside = apart(actual)
+        if inside is None or len(inside.of) != len(template[4]):
+            name = getattr(template[2], "__name__", "function")
+            raise LookupError(f"a {type(actual).__name__} in place of a {name}")
+        for inner, item in zip(template[4], inside.of.values(), strict=True):
             bind(inner, item, line, values)
     elif tag is NEW or tag is KNOWN:
         if isinstance(actual, Tensor) or not (
@@ -226,7 +270,7 @@ def _text(value: Any) -> str:
 
 
 class _Builder:
-    """Builds a container of a class that holds its items in no dictionary; equal to any other."""
+    """Builds a function, or a container that holds its items in no dictionary; equal to any other."""
 
     def __init__(self, items: Items) -> None:
         self.build = items.build
@@ -286,11 +330,13 @@ class Reader:
         if isinstance(value, _FUNCTIONS) or not (
             isinstance(value, list | deque | dict) or hasattr(value, "__dict__")
         ):
-            items = items_of(value)
+            items = apart(value)
             if items is None:
                 return self._opaque(kind, value, given)
+            # What a function encloses when it is given counts, not when it is played.
+            of_kind = value.__code__ if isinstance(value, FunctionType) else kind
             inner = tuple([self.read(one, given, copies=copies) for one in items.of.values()])
-            return (BUILT, _Builder(items), kind, tuple(items.of), inner)
+            return (BUILT, _Builder(items), of_kind, tuple(items.of), inner)
         index = next((i for i, one in enumerate(given) if one is value), None)
         if index is not None and self._as_call:
             return (AGAIN, index)
@@ -306,7 +352,7 @@ class Reader:
         return (tag, index if tag is KNOWN else like, kind, keys, templates)
 
     def _opaque(self, kind: type, value: Any, given: list[Any]) -> Template:
-        """A value that cannot be looked into; of functions, the code counts."""
+        """A value that cannot be looked into; of methods, the code counts."""
         number = self._number_of(id(value))
         if number is not None:
             return (VALUE, number)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.alike import Memo, without_data
 from penstock.partition.base import home_of
-from penstock.partition.doors import Door
+from penstock.partition.interception import Interceptor
 from penstock.partition.names import FakeTensorMode
 from penstock.partition.score import Line
 from penstock.partition.templates import Look, look_of, text_of
@@ -33,7 +33,7 @@ class ScoreTree:
     def __init__(self, model: nn.Module, units: Sequence[str], memo: Memo) -> None:
         self.model, self.memo = model, memo
         self.units = {path: model.get_submodule(path) for path in units}
-        self.doors = [Door(module, path) for path, module in self.units.items()]
+        self.interceptors = [Interceptor(module, path) for path, module in self.units.items()]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.metadata: set[Any] = set()
         self.by_numbers: set[Any] = set()
@@ -69,6 +69,7 @@ class ScoreTree:
         self._written = [
             module for module in self.modules if not type(module).__module__.startswith("torch.")
         ]
+        self._places = {full: (table, name) for table, name, full in self._tables}
         self._settings: tuple[Any, ...] = ()
         self._hashed: tuple[tuple[Any, ...], str] = (), ""
         self._weights: list[Any] | None = None
@@ -108,6 +109,12 @@ class ScoreTree:
             for value in vars(module).values()
             if not isinstance(value, list | dict | Tensor | int | str | None)
         }
+
+    def tensor_now(self, name: str) -> Tensor:
+        """A tensor of the model as it is at this moment: whole, while a wrapper has gathered it."""
+        table, key = self._places[name]
+        tensor: Tensor = table[key]
+        return tensor
 
     def start(self, batch: Sequence[Tensor] = ()) -> Line:
         """The root of the tree for the settings of the model's modules, and which weights learn.
@@ -150,8 +157,8 @@ class ScoreTree:
             self._hashed = now, hashlib.blake2b(repr(now).encode(), digest_size=16).hexdigest()
         return self._hashed[1]
 
-    def hooked(self) -> list[Door]:
-        """Doors of the modules between units that have hooks: each call is in one stage, like a unit's.
+    def hooked(self) -> list[Interceptor]:
+        """Interceptors of modules between units with hooks: each call is in one stage, like a unit's.
 
         Raises:
             PartitionError: a module that is in several stages has backward hooks: no stage has both its ends.
@@ -163,12 +170,12 @@ class ScoreTree:
                     "stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
                     "whole by naming it in stages="
                 )
-        doors: list[Door] = []
+        interceptors: list[Interceptor] = []
         for path, module in self._between:
-            within = doors and path.startswith(f"{doors[-1].path}.")
+            within = interceptors and path.startswith(f"{interceptors[-1].path}.")
             if not within and any(map(_has_hooks, module.modules())):
-                doors.append(Door(module, path))
-        return doors
+                interceptors.append(Interceptor(module, path))
+        return interceptors
 
     def forget(self) -> None:
         """Forget all lines: a unit has done something else than its line says."""

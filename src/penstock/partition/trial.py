@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Answer, CallLook, filled, without_data
-from penstock.partition.doors import Run, alone_and_silent, hooks_without_data, reads_noted
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
+from penstock.partition.interception import Run, alone_and_silent, reads_noted
 from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.names import COLLECTIVES, NEED_DATA, FakeTensor, without_modes
 from penstock.partition.score import Line
@@ -47,6 +48,7 @@ from penstock.partition.templates import (
     put_contents,
     storage_of,
     takes_gradient,
+    written_outside,
 )
 from penstock.partition.tree import ScoreTree
 from penstock.partition.work import Work
@@ -217,10 +219,11 @@ class Trial:
         )
         if does_more or not alike.unit.is_as_before():
             return
-        answer = Answer.of(
-            line, alike, self._writer.inner_work, varies=self._needs_data, writes=self._writes
-        )
-        if answer is not None:
+        counted, parts = self._writer.inner_work, alike.unit.parts
+        inner = {at: counted[id(part)] for at, part in enumerate(parts) if id(part) in counted}
+        alone = replace(line, next={}, plans={}, digests={})
+        answer = Answer(alone, alike.tensors, inner, self._writes, self._needs_data)
+        if answer.can_repeat():
             self._tree.memo.put(alike, self._reads, answer)
 
     # ---- the call
@@ -232,6 +235,12 @@ class Trial:
         if any(hasattr(type(one), "__next__") for one in given):
             raise writer.refusal(
                 f"gives {line.name} an iterator, which every stage would take from; give a list"
+            )
+        written = next((names for one in given if (names := written_outside(one))), ())
+        if written:
+            raise writer.refusal(
+                f"gives {line.name} a function that sets {written[0]!r} in the code around it, which runs "
+                "before the stages do; return what it sets from the module, or keep it in an attribute of one"
             )
         inside = [self._fakes.get(place, one) for place, one in enumerate(given)]
         args, kwargs = self._arguments_of(self._values, inside)
@@ -286,7 +295,9 @@ class Trial:
             self._own = {storage_of(t) for t in fakes if not getattr(t, "_is_param", False)}
             numbers = self._writer.numbers
             self._arguments |= {storage_of(one) for one in fakes if id(one) not in numbers}
-            hooks_without_data([self._unit])
+            for hooks in (of for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)):
+                for key in [key for key, hook in hooks.items() if _is_distributed(hook)]:
+                    del hooks[key]  # it gathers weights
             try:
                 yield
             finally:
@@ -339,13 +350,14 @@ class Trial:
 
             ones = {key: of_ones(fake) for key, fake in self._values.items()}
             reals: list[Any] = []
-            for x in given:
+            for place, x in enumerate(given):
                 real = x
                 if isinstance(x, Tensor):
                     real = x.detach().clone()
                     if number == 0 and x.dtype is torch.bool:
                         real.zero_()  # a mask of ones may leave nothing
-                    back[id(real)] = self._faked(x), real
+                    fake = self._fakes.get(place)
+                    back[id(real)] = self._faked(x) if fake is None else fake, real
                 reals.append(real)
             try:
                 with replaced(_of_ones(self._unit)), torch.random.fork_rng(devices=[]):
@@ -614,6 +626,11 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return not np.array_equal(one, other)
     return bool(one != other)
+
+
+def _is_distributed(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed")
 
 
 def _of_ones(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:

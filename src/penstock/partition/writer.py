@@ -21,7 +21,6 @@ from penstock._engine.rng import Draws
 from penstock._engine.values import tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import CallLook
-from penstock.partition.doors import BETWEEN, Door, Run, is_checkpoint, reads_noted, uncheckpointed
 from penstock.partition.functions import (
     AS_SHAPES,
     METADATA,
@@ -31,6 +30,14 @@ from penstock.partition.functions import (
     may_draw,
     name_of,
 )
+from penstock.partition.interception import (
+    BETWEEN,
+    Interceptor,
+    Run,
+    is_checkpoint,
+    reads_noted,
+    uncheckpointed,
+)
 from penstock.partition.kept import replaced
 from penstock.partition.lines import is_called_by_library, line_of, place_of, running, where
 from penstock.partition.names import (
@@ -39,9 +46,9 @@ from penstock.partition.names import (
     Operation,
     forget_operations,
     is_of_dynamo,
-    is_transformed,
     is_wrapped,
     left,
+    level_of_transforms,
     unwrapped,
     without_functions,
 )
@@ -154,7 +161,7 @@ class Writer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside or func in METADATA or func in self.tree.metadata:
             return func(*args, **kwargs)
-        if is_transformed() and any(map(is_wrapped, tensors_in((args, kwargs)))):
+        if level_of_transforms() is not None and any(map(is_wrapped, tensors_in((args, kwargs)))):
             inside = [unwrapped(tensor) for tensor in tensors_in((args, kwargs))]
             if not any(type(t) is FakeTensor or id(t) in self.numbers for t in inside):
                 return func(*args, **kwargs)  # of the arguments alone, as masks are
@@ -188,26 +195,26 @@ class Writer(TorchFunctionMode):
             raise self.refusal("takes gradients between its units, which no stage has whole")
         return self._line(func, func, 0, args, kwargs, draw)
 
-    def unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+    def unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
         """Answer for a unit."""
         if self._inside:
             return run(*args, **kwargs)
         is_direct = getattr(run, "__name__", "") == "forward"
-        if not is_direct and not isinstance(door.module, torch.jit.ScriptModule):
+        if not is_direct and not isinstance(interceptor.module, torch.jit.ScriptModule):
             # A compiled module runs as it was written.
-            run = getattr(door.module, "_orig_mod", door.module)._call_impl
-        path = door.path
+            run = getattr(interceptor.module, "_orig_mod", interceptor.module)._call_impl
+        path = interceptor.path
         call, self._calls[path] = self._calls[path], self._calls[path] + 1
         key = (path, "forward") if is_direct else path
         output = self._line(path, run, call, args, kwargs, call, key)
         self._latest = path
         return output
 
-    def counted(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+    def counted(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
         """Count the operations of a module inside a unit."""
         before = self.work.total
         output = run(*args, **kwargs)
-        self._add_inner(door.module, self.work.total - before)
+        self._add_inner(interceptor.module, self.work.total - before)
         return output
 
     def _add_inner(self, module: nn.Module, work: float) -> None:
@@ -517,14 +524,13 @@ class Writer(TorchFunctionMode):
     def ended(self, output: Any) -> tuple[list[Note], Template, list[Any]]:
         """The lines, the template of the output, and what that leaves open."""
         given: list[Any] = []
-        reader = Reader(self.numbers.get, self._read_tensor, self.tree.fixed)
         if hasattr(type(output), "__next__"):
             kind, model = type(output).__name__, type(self.tree.model).__name__
             raise PartitionError(
                 f"the {model}'s forward{line_of(self.tree.model)} returns a {kind}, which would run after "
                 "the stages have ended; return a tuple or list of what it gives"
             )
-        return self.notes, reader.read(output, given), given
+        return self.notes, self._reader.read(output, given), given
 
     # ---- what cannot be written
 

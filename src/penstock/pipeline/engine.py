@@ -137,6 +137,7 @@ class Engine:
         stages: the stages of this process, in order; none before the cut.
         hooks: the user's functions around actions.
         randomness: the seed of random numbers, and the number of the next step.
+        averages: False while steps leave gradients to each replica, see :meth:`Pipeline.no_sync`.
         apart: whether results have :class:`Outputs` rather than what these are put together.
     """
 
@@ -160,6 +161,7 @@ class Engine:
         self.hooks = Hooks(ActionEvent)
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
+        self.averages = True
         self.apart = False
         self._lock = threading.RLock()
         self._depth = 0
@@ -292,9 +294,8 @@ class Engine:
             target = named.get(name, MISSING)
         return CallArguments(args, named, target, microbatches, same_batch)
 
-    @_in_turn
     def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
-        """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``."""
+        """Run forward and backward of a batch in a :meth:`turn`; add gradients to the weights' ``.grad``."""
         started, number = perf_counter(), self.randomness.step
         seed = self._drawn_from(number)
         loss_weight, total_weight, accumulate, scaler, outputs, record = options
@@ -310,7 +311,7 @@ class Engine:
         # A loss scaler lets gradients become infinite on purpose, and checks them itself.
         call = Call(
             Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
-            finite=scaler is None, settings=self.weights.shared_settings,
+            finite=scaler is None, finalizes=self.averages, settings=self.weights.shared_settings,
         )  # fmt: skip
         step = self._run(self._described(call, arguments, complete), arguments)
         self._flowing += step.batch_gradients

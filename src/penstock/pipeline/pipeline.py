@@ -428,7 +428,7 @@ class Pipeline:
             total_weight: what the loss is divided by before backward, in place of the weight of this batch:
                 for a batch that is a part of a larger one. A dict by name, if ``loss_weight`` is one.
             accumulate: the number of steps whose gradients together equal those of one large batch; by
-                default 1.
+                default 1. With replicas, see :meth:`no_sync`.
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
@@ -556,6 +556,26 @@ class Pipeline:
         """A context in evaluation mode, which restores each module's own mode."""
         with self.engine.evaluating():
             yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which steps add each replica's own gradients up, and the next step averages them all.
+
+        It saves the averages over ``replicas=``, ``DistributedDataParallel`` or ``fully_shard`` of all steps
+        with ``accumulate=`` but the last, as the method of this name does in DDP. Every rank of every replica
+        enters it for the same steps; weights that stages share are averaged in each. Until the next step
+        outside, gradients are those of one replica: do not clip them, nor step the optimizer::
+
+            for number, (x, y) in enumerate(batches, start=1):
+                with nullcontext() if number % 4 == 0 else pipe.no_sync():
+                    pipe.step(x, target=y, accumulate=4)
+
+        """
+        before, self.engine.averages = self.engine.averages, False
+        try:
+            yield
+        finally:
+            self.engine.averages = before
 
     def find_nonfinite(
         self,

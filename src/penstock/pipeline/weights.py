@@ -484,8 +484,7 @@ class ModelWeights:
         """After a training step: sum the gradients of shared weights over stages."""
         assert self._sharing is not None
         try:
-            self._sharing.check_buffers()
-            self._sharing.sum_gradients()
+            self._sharing.finish()
         except BaseException as error:
             # One rank alone may find a changed buffer, or lose a peer; the others must learn of it.
             raise self.job.fail(error) from error.__cause__

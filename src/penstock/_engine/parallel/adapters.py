@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock._engine.faults import Activity
 from penstock._engine.parallel.replicas import GradientAverage, copy_from_first, unreduced
 from penstock._engine.parallel.wrapping import Spread, spread_parts
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -48,7 +49,7 @@ class Adapter:
             trains: whether the call runs backward.
             gathers: whether to gather parameters now, rather than when the schedule says or when they are
                 used.
-            finalizes: whether gradients over shards are reduced at its end, rather than by a later call.
+            finalizes: whether gradients are averaged and reduced at its end, rather than by a later call.
         """
 
     def watch(self, adds_to: Collection[int] | None) -> None:
@@ -132,6 +133,10 @@ class Averaging(Adapter):
         """Prepare for a call."""
         self._reduced = not trains
         parameters, self._buffers = self._tensors() if trains else ((), ())
+        if not finalizes:
+            # The shares of stages are added up after each call, and are averaged before.
+            apart = {id(p) for p in getattr(self._apart(), "parameters", ())}
+            parameters = [p for p in parameters if id(p) in apart]
         self._average.take(parameters)
 
     def watch(self, adds_to: Collection[int] | None) -> None:
@@ -181,7 +186,7 @@ class DataParallelStage(Averaging):
 
     def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Switch the module's own reduction off."""
-        super().begin(trains=trains)
+        super().begin(trains=trains, finalizes=finalizes)
         self._stack.enter_context(self._module.no_sync())
 
     def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
@@ -228,6 +233,12 @@ class Sharded(Adapter):
 
     def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Postpone the reduction, and start to gather parameters."""
+        shared: Any = getattr(self._apart(), "parameters", ())
+        if shared and trains and not finalizes:
+            raise UsageError(
+                "pipe.no_sync() cannot leave gradients of weights that stages share unreduced where "
+                "fully_shard has sharded them; call step outside of it"
+            )
         self._reduced = not (trains and finalizes)
         if trains:
             self._reduce_next(False)
@@ -302,7 +313,8 @@ class Sharded(Adapter):
 
 
 _SUMS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
-"""What a sharded parameter does after each backward, up to torch 2.14; later it has no such methods."""
+"""What a sharded parameter does after each backward, up to torch 2.14; later it has no such methods:
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L802"""
 
 
 def _nothing() -> None: ...
@@ -315,7 +327,8 @@ def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
 def _may_be_held(module: FSDPModule) -> bool:
     """Whether its parameters may stay gathered through a call: the user has not asked to free them earlier.
 
-    There is no public way to read this choice (torch 2.13). A replicated module gathers nothing.
+    There is no public way to read this choice. A replicated module gathers nothing. Of torch 2.13:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L67
     """
     state = module._get_fsdp_state()
     if any(not hasattr(group.mesh_info, "shard_mesh_size") for group in state._fsdp_param_groups):

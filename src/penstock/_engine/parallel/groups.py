@@ -72,7 +72,8 @@ def group_across(replicas: Any, mesh: Any) -> Any:
             )
         if len(wanted) == 1:
             return mesh.get_group(wanted[0])
-        # Torch slices a mesh in the order of its dimensions; no public name flattens one (2.13).
+        # Torch slices a mesh in the order of its dimensions; no public name flattens one. Of torch 2.13:
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/device_mesh.py#L1268
         return mesh[tuple(name for name in names if name in wanted)]._flatten().get_group()
     if isinstance(replicas, DeviceMesh):
         if replicas.ndim != 1:
@@ -109,7 +110,8 @@ def members_of(mesh: Any, replicas: Any) -> Members | None:
         return None
     pipeline = tuple(dist.get_process_group_ranks(chosen))
     if isinstance(mesh, DeviceMesh):
-        # Only this private name leads from a part to the mesh that it was taken from (torch 2.13).
+        # Only this private name leads from a part to the mesh that it was taken from. Of torch 2.13:
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/device_mesh.py#L634
         whole = mesh._get_root_mesh()
         names = whole.mesh_dim_names or ()
         name = DIMENSION if mesh.ndim > 1 else (mesh.mesh_dim_names or ("",))[0]

@@ -97,7 +97,8 @@ def _casts(module: Any) -> bool:
     """Whether a module that is spread over processes computes with mixed precision."""
     if isinstance(module, DistributedDataParallel):
         return module.mixed_precision is not None
-    # There is no public way to read a module's policy (torch 2.13).
+    # There is no public way to read a module's policy. Of torch 2.13:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L117
     policy = module._get_fsdp_state()._mp_policy
     return policy.param_dtype is not None or policy.output_dtype is not None
 
@@ -213,7 +214,8 @@ class Spread(NamedTuple):
 
     @property
     def _groups(self) -> list[Any]:
-        # There is no public way to the groups of parameters (torch 2.13).
+        # There is no public way to the groups of parameters. Of torch 2.13:
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L67
         groups: list[Any] = self.module._get_fsdp_state()._fsdp_param_groups
         return groups
 

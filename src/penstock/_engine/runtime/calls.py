@@ -51,7 +51,8 @@ class Call:
         same_batch: whether every rank must be given the same batch; None: those in which several ranks were
             given something compare it now and then.
         settings: returns the settings of optimizers that all ranks must have alike.
-        finalizes: whether gradients of sharded stages are reduced at its end, rather than by a later call.
+        finalizes: whether gradients are averaged over replicas and reduced over shards at its end, rather
+            than by a later call.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
     """

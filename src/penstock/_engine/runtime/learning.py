@@ -14,12 +14,12 @@ _BITS = 32
 """Of a mark, those that tell which weights learn."""
 
 
-def mark_of(stages: Iterable[PipelineStage], replicas: Replicas) -> int:
+def mark_of(stages: Iterable[PipelineStage], replicas: Replicas, *, averages: bool) -> int:
     """Return a number that tells with whom gradients are averaged, and of which weights; 0 for no average."""
     if replicas.group is None:
         return 0
     flags = [p.requires_grad for stage in stages for p in stage.module.parameters()]
-    return (1 + min(ranks_in(replicas.group)) << _BITS) + crc32(bytes(flags))
+    return (1 + min(ranks_in(replicas.group)) << _BITS) + crc32(bytes([averages, *flags]))
 
 
 def check_learning(group: Group, marks: Sequence[int], stages: Iterable[PipelineStage]) -> None:
@@ -57,6 +57,11 @@ def check_learning(group: Group, marks: Sequence[int], stages: Iterable[Pipeline
         for (one, two), names in alone.items()
         if names
     ]
+    if not texts:
+        raise AgreementError(
+            "some replicas call step inside pipe.no_sync(), and others do not; enter it on every rank of "
+            "every replica for the same steps"
+        )
     raise AgreementError(
         f"the replicas train different weights, whose gradients cannot be averaged: {'; '.join(texts[:2])}; "
         "give requires_grad the same values on every replica"

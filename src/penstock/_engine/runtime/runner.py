@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -317,7 +318,8 @@ class Runner:
             refusal = refusal or error
         digest = REFUSED if brought is None or refusal is not None else brought.digest
         replicas = Replicas() if call.loss is None or not call.trains else call.loss.replicas
-        learns, step = mark_of(self.stages.values(), replicas), self.interpreter.activity.step
+        learns = mark_of(self.stages.values(), replicas, averages=call.finalizes)
+        step = self.interpreter.activity.step
         head = Head(digest, sampled.mark, step, expected, learns, sums)
         return _Mine(head, brought, refusal, sampled, counts, scores)
 
@@ -485,7 +487,7 @@ class Runner:
 
         made: list[tuple[Agreement, Sequence[Any] | None]] = []
 
-        def compared() -> str:
+        def compared() -> list[list[Any]]:
             made.append(planned())
             return _compared(made[0][0])
 
@@ -513,10 +515,7 @@ class Runner:
                         f"rank 0 comes to {mine}, and rank {rank} to {theirs}; give every rank the same "
                         "model, in the same state, and the same batch"
                     )
-        return AgreementError(
-            f"rank 0 and rank {rank} plan different values from stage to stage: {plans[0]} and "
-            f"{plans[rank]}; give every rank the same model, in the same state"
-        )
+        return AgreementError(_apart(plans[0], plans[rank], rank))
 
     def _plan_call(
         self,
@@ -866,10 +865,29 @@ def _counts_here(loss: StepLoss | None, batch: Batch) -> dict[str, list[float]]:
     return counts
 
 
-def _compared(agreement: Agreement) -> str:
-    """What must be equal on all ranks in what they have planned."""
-    edges = list(dict.fromkeys(flow.edges for flow in agreement.flows))
-    return repr((edges, [kind.number for kind in agreement.kinds]))
+def _compared(agreement: Agreement) -> list[list[Any]]:
+    """What must be equal on all ranks in what they have planned: values that travel, and kinds of calls."""
+    edges = dict.fromkeys(edge for flow in agreement.flows for edge in flow.edges)
+    rows = [[edge.value, edge.source, [*edge.targets], edge.gradient] for edge in edges]
+    return [rows, [kind.number for kind in agreement.kinds]]
+
+
+def _apart(first: Sequence[Any], other: Sequence[Any], rank: int) -> str:
+    """How the plan of a rank differs from that of rank 0, in words."""
+    remedy = "give every rank the same model, in the same state"
+    of_first, of_other = ({json.dumps(row[:3]): row for row in plan[0]} for plan in (first, other))
+    for key, (value, source, targets, gradient) in {**of_other, **of_first}.items():
+        travels = f"the value {value!r} travels from stage {source} to stages {targets}"
+        if key not in of_first or key not in of_other:
+            has, lacks = (0, rank) if key in of_first else (rank, 0)
+            return f"{travels} on rank {has}, and on rank {lacks} it does not; {remedy}"
+        if of_other[key][3] != gradient:
+            has, lacks = (0, rank) if gradient else (rank, 0)
+            return (
+                f"the ranks train different weights: {travels}, and its gradient comes back on rank {has}, "
+                f"but not on rank {lacks}; give requires_grad the same values on every rank"
+            )
+    return f"rank 0 and rank {rank} have made different calls before this one; {remedy}"
 
 
 def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:

@@ -171,6 +171,8 @@ class SharedWeights:
 
     def prepare(self) -> None:
         """Before a step: tie weights again (:meth:`tie_again`), and note the shared buffers."""
+        if not self._shared:
+            return
         self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         # The author's code between units changes its buffers alike in all processes.
@@ -188,8 +190,13 @@ class SharedWeights:
             and id(tensor) not in between
         ]
 
-    def check_buffers(self) -> None:
-        """After a step: check that it did not change shared buffers."""
+    def finish(self) -> None:
+        """After a step: check that it did not change shared buffers, and add up the stages' gradients."""
+        if self._shared:
+            self._check_buffers()
+            self._sum_gradients()
+
+    def _check_buffers(self) -> None:
         changed = [
             f"{one.names[0]!r} (stages {list(one.stages)})"
             for one, tensor, version, before in self._buffers
@@ -204,8 +211,8 @@ class SharedWeights:
             )
         self._is_first_step = False
 
-    def sum_gradients(self) -> None:
-        """After a step: add the sum of all stages' shares to the ``.grad`` of each weight."""
+    def _sum_gradients(self) -> None:
+        """Add the sum of all stages' shares to the ``.grad`` of each weight."""
         shares: dict[tuple[int, int], Tensor | None] = {}
         for index, stage in self._stages.items():
             keys = [(i, index) for i in self._trained_by(index)]

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
 from penstock._engine.rng import Draws
-from penstock.errors import PartitionError
 from penstock.partition.functions import may_draw
 from penstock.partition.names import left
 
@@ -37,15 +36,15 @@ _CALL = "_compiled_call_impl"
 ``Module.compile`` sets it. As of torch 2.13."""
 
 
-class Door:
-    """A place where calls of one module can be taken over, without lasting changes to the module.
+class Interceptor:
+    """Takes over the calls of one module while it is open, without lasting changes to the module.
 
     Args:
         module: the module.
         path: its path in the model.
 
     Attributes:
-        call: answers the calls while the door is open: ``call(door, run, args, kwargs)``, where ``run`` is
+        call: answers the calls while it is open: ``call(interceptor, run, args, kwargs)``, where ``run`` is
             the module's own call, with its hooks.
     """
 
@@ -53,10 +52,10 @@ class Door:
         self.module, self.path = module, path
         self._state = vars(module)
         self._saved: dict[str, Any] = {}
-        self.call: Callable[[Door, Run, Any, Any], Any] | None = None
+        self.call: Callable[[Interceptor, Run, Any, Any], Any] | None = None
 
-    def open(self, call: Callable[[Door, Run, Any, Any], Any], *, direct: bool) -> None:
-        """Let ``call(door, run, args, kwargs)`` answer for calls of the module.
+    def open(self, call: Callable[[Interceptor, Run, Any, Any], Any], *, direct: bool) -> None:
+        """Let ``call(interceptor, run, args, kwargs)`` answer for calls of the module.
 
         Args:
             call: answers the calls; ``run`` is the module's own call, with its hooks.
@@ -70,7 +69,7 @@ class Door:
             state["forward"] = functools.partial(self._answer, self.module.forward)
 
     def _answer(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint may have kept this, and calls it again when the door is closed, or open for others.
+        # A checkpoint may have kept this, and calls it again when this is closed, or open for others.
         return run(*args, **kwargs) if self.call is None else self.call(self, run, args, kwargs)
 
     def close(self) -> None:
@@ -84,45 +83,19 @@ class Door:
 
 
 @contextlib.contextmanager
-def opened(
-    doors: Sequence[Door], call: Callable[[Door, Run, Any, Any], Any], direct: Collection[str] = ()
+def intercepted(
+    interceptors: Sequence[Interceptor],
+    call: Callable[[Interceptor, Run, Any, Any], Any],
+    direct: Collection[str] = (),
 ) -> Iterator[None]:
     """Let ``call`` answer for calls of modules, and at the paths in ``direct`` for those of ``forward``."""
     try:
-        for door in doors:
-            door.open(call, direct=door.path in direct)
+        for interceptor in interceptors:
+            interceptor.open(call, direct=interceptor.path in direct)
         yield
     finally:
-        for door in doors:
-            door.close()
-
-
-# ---- hooks, in a run without data
-
-
-def hooks_without_data(units: Sequence[nn.Module]) -> None:
-    """Let hooks of units that cannot run without data do nothing, and leave out those that gather weights.
-
-    Whoever calls this restores the hooks.
-    """
-    parts = {id(part): part for unit in units for part in unit.modules()}.values()
-    tables = [table for p in parts for table in (p._forward_pre_hooks, p._forward_hooks)]
-    for hooks, key, hook in [(table, key, hook) for table in tables for key, hook in table.items()]:
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
-            del hooks[key]
-        else:
-            hooks[key] = functools.partial(_try_hook, hook)
-
-
-def _try_hook(hook: Run, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return hook(*args, **kwargs)
-    except PartitionError:
-        raise
-    except Exception:
-        # It only looks at numbers, such as one that writes them to a file.
-        return None
+        for interceptor in interceptors:
+            interceptor.close()
 
 
 BETWEEN = ":between"
@@ -273,7 +246,7 @@ class Seeded(TorchFunctionMode):
     """Runs the author's code with the generators seeded, as in the stages of a pipeline.
 
     Args:
-        doors: the doors of the units.
+        interceptors: the interceptors of the units.
         draws: seeds the generators.
         calls: how often each unit was called before, by path.
         drawn: how often code between units drew before.
@@ -281,13 +254,13 @@ class Seeded(TorchFunctionMode):
 
     def __init__(
         self,
-        doors: Sequence[Door],
+        interceptors: Sequence[Interceptor],
         draws: Draws | None,
         calls: Mapping[str, int],
         drawn: int = 0,
     ) -> None:
         super().__init__()
-        self._doors, self._draws = doors, draws
+        self._interceptors, self._draws = interceptors, draws
         self._before = Counter(calls), drawn
         self._inside = False
 
@@ -295,17 +268,21 @@ class Seeded(TorchFunctionMode):
         """Run a function, which draws the same each time."""
         self._calls, self._drawn = Counter(self._before[0]), self._before[1]
         # Some code calls a module's forward itself. What was compiled would be compiled again.
-        direct = [door.path for door in self._doors if not door.module._compiled_call_impl]
-        with opened(self._doors, self._unit, direct), self, others_seen(self):
+        direct = [
+            interceptor.path
+            for interceptor in self._interceptors
+            if not interceptor.module._compiled_call_impl
+        ]
+        with intercepted(self._interceptors, self._unit, direct), self, others_seen(self):
             return function(*args, **kwargs)
 
-    def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+    def _unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
         if self._inside:
             return run(*args, **kwargs)
-        number = self._calls[door.path]
-        self._calls[door.path] += 1
+        number = self._calls[interceptor.path]
+        self._calls[interceptor.path] += 1
         if self._draws is not None:
-            self._draws.enter(door.path, number)
+            self._draws.enter(interceptor.path, number)
         self._inside = True
         try:
             with left(self):
@@ -328,13 +305,13 @@ class Seeded(TorchFunctionMode):
         if self._inside:
             return run(*args, **kwargs, **options)
         function, *rest = args
-        again = recomputed(function, self._doors, self._draws, self._calls, self._drawn)
+        again = recomputed(function, self._interceptors, self._draws, self._calls, self._drawn)
         return run(again, *rest, **kwargs, **options)
 
 
 def recomputed(
     function: Run,
-    doors: Sequence[Door],
+    interceptors: Sequence[Interceptor],
     draws: Draws | None,
     calls: Mapping[str, int],
     drawn: int,
@@ -342,7 +319,7 @@ def recomputed(
     """A function whose first call is plain, and whose later calls draw what the first one drew."""
     if draws is None:
         return function
-    seeded = Seeded(doors, draws, dict(calls), drawn)
+    seeded = Seeded(interceptors, draws, dict(calls), drawn)
     been = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
