@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
 from penstock import Loss, Pipeline
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from tests.processes import in_processes
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS, SAMPLES, LENGTH = 40, 8, 12, 4, 8, 12
@@ -227,6 +227,33 @@ def test_experts_over_some_of_the_replicas_need_the_names_of_their_dimensions(gr
         )  # fmt: skip
 
 
+class Between(nn.Module):
+    """Communicates between its layers, where no stage would."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.layers = group, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Any:
+        hidden = self.layers[0](hidden)
+        seen = [torch.empty_like(hidden) for _ in range(self.group.size())]
+        dist.all_gather(seen, hidden.detach(), group=self.group)
+        return self.layers[1](hidden + sum(seen))
+
+
+@in_processes(2)
+def test_a_collective_between_layers_is_refused(group: Any) -> None:
+    pipe = Pipeline(
+        Between(group), ranks=2, microbatches=2, mesh=group, loss_fn=nn.functional.mse_loss
+    )
+    x = torch.ones(4, 4)
+    with (
+        pipe,
+        pytest.raises(PenstockError, match="a collective of torch"),
+    ):
+        pipe.step(x, target=x)
+
+
 @in_processes(4)
 def test_a_llama_whose_sequences_are_split_over_processes(group: Any) -> None:
     """An unedited model: its attention is a function that the user registers."""
@@ -251,6 +278,7 @@ def test_a_llama_whose_sequences_are_split_over_processes(group: Any) -> None:
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
+    torch.manual_seed(0)
     plain = LlamaForCausalLM(config).double()
     model = LlamaForCausalLM(copy.deepcopy(config))
     model.config._attn_implementation = "gathered"

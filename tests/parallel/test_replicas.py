@@ -164,6 +164,28 @@ def test_steps_that_accumulate_may_average_once(group: Any) -> None:
         assert reductions == ([1] * 4 if name == "tied" else [0, 0, 0, 1]), name
 
 
+@in_processes(4)
+def test_what_is_frozen_after_no_sync_is_still_averaged(group: Any) -> None:
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    for name in ("plain", "ddp"):
+        options: dict[str, Any] = {}
+        if name == "ddp":
+            options = {"wrap": lambda m, _: wrap(m, "ddp", mesh)}
+        with piped(mesh, model_of("plain"), **options) as pipe:
+            with pipe.no_sync():
+                pipe.step(X[half], target=Y[half])
+            weights = dict(pipe.weights.here.named_parameters())
+            for weight_name, weight in weights.items():
+                weight.requires_grad_("bias" not in weight_name)
+            pipe.step(X[half], target=Y[half])
+            for weight in weights.values():
+                assert weight.grad is not None
+                parts = [torch.empty_like(weight.grad) for _ in range(2)]
+                dist.all_gather(parts, weight.grad, group=mesh.get_group("dp"))
+                torch.testing.assert_close(parts[0], parts[1], rtol=0, atol=1e-12)
+
+
 def accumulated(
     pipe: Pipeline, half: slice, averaged: list[int]
 ) -> tuple[dict[str, Any], list[int]]:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -350,3 +351,36 @@ def test_hooks_on_the_whole_models_state_run() -> None:
     piped(model).weights.load_state_dict(state)
     plain.load_state_dict(state)
     assert torch.equal(model(rows()), plain(rows()))
+
+
+class Slotted:
+    __slots__ = ("on",)
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __bool__(self) -> bool:
+        return self.on
+
+
+class Flagged(nn.Module):
+    """Changes what it is given, if its flag says so."""
+
+    def __init__(self, flag: Any) -> None:
+        super().__init__()
+        self.flag, self.lin = flag, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.lin(x * 1)
+        if self.flag:
+            x.add_(1)
+        return 0.5 * x + result.tanh()
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.int64, np.float64, Slotted])
+def test_layers_that_differ_in_what_an_object_without_a_dictionary_says(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Flagged(kind(bool(index % 2))) for index in range(6)])
+    x = torch.randn(8, WIDTH)
+    case = Case(model, (x,), torch.randn(8, WIDTH), nn.functional.mse_loss)
+    compare(case, schedule="1F1B", stages=2, ranks=2, microbatches=2).check(1e-6)

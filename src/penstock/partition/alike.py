@@ -10,6 +10,7 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -300,6 +301,8 @@ def _inside(value: Any) -> list[Any] | None:
         inside += value
     elif isinstance(value, set | frozenset):
         inside += sorted(value, key=repr)
-    elif type(value).__basicsize__ != _PLAIN_SIZE:
+    elif isinstance(value, np.generic):
+        inside += [value.item()]
+    elif not hasattr(value, "__dict__") or type(value).__basicsize__ != _PLAIN_SIZE:
         return None
     return inside if len(inside) <= _LONG else None

@@ -7,7 +7,7 @@ tensors that transforms of ``torch.func`` wrap.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,26 @@ NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 """The errors of operations that need the numbers of a fake tensor."""
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 """The namespaces of operations that communicate with other processes."""
+
+
+class Fakes(FakeTensorMode):
+    """A mode for tensors without data that asks before a collective of torch.distributed runs on them.
+
+    Attributes:
+        refused: returns the error of such a collective, or None if it may run.
+    """
+
+    refused: Callable[[], Exception | None] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        if func.namespace == "c10d" and self.refused is not None:
+            error = self.refused()
+            if error is not None:
+                raise error
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger that warns of each operation that fails without data."""
 PROPERTIES = torch._C.TensorBase

@@ -13,7 +13,7 @@ from penstock.errors import PartitionError
 from penstock.partition.alike import Memo, without_data
 from penstock.partition.base import home_of
 from penstock.partition.interception import Interceptor
-from penstock.partition.names import FakeTensorMode
+from penstock.partition.names import Fakes
 from penstock.partition.score import Line
 from penstock.partition.templates import Look, look_of, text_of
 
@@ -34,7 +34,7 @@ class ScoreTree:
         self.model, self.memo = model, memo
         self.units = {path: model.get_submodule(path) for path in units}
         self.interceptors = [Interceptor(module, path) for path, module in self.units.items()]
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = Fakes(allow_non_fake_inputs=True)
         self.metadata: set[Any] = set()
         self.by_numbers: set[Any] = set()
         self.roots: dict[Any, Line] = {}

@@ -136,13 +136,24 @@ class Writer(TorchFunctionMode):
         # Its fused kernels give other tensors without data than with data. As of torch 2.13.
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        self.tree.mode.refused = self._collective
         try:
             with ExitStack() as self._stack:
                 yield
         finally:
+            self.tree.mode.refused = None
             logger.disabled = silent
             torch.backends.mha.set_fastpath_enabled(fused)
             forget_operations(_MOST_CACHED)
+
+    def _collective(self) -> PartitionError | None:
+        """The error of a collective between units, which torch shows nobody; inside of units they may run."""
+        if self._inside:
+            return None
+        return self.refusal(
+            "calls a collective of torch.distributed between its units, which no stage would run; call it in "
+            "a module that is placed as a whole, or a functional one, as torch.distributed.nn has"
+        )
 
     def at_end(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function when the author's forward has run."""

@@ -182,10 +182,13 @@ def check_spread(stages: Sequence[PipelineStage], job: Job, *, weighted: bool) -
             # FSDP2 may shard over more processes than the replicas, such as those that split a sequence.
             fits = beside <= ranks if how == "fully_shard" else beside == ranks
             if ranks and beside and not fits:
-                raise UsageError(
-                    f"{said}, but replicas= holds {sorted(beside)}; give both one dimension of the mesh: "
-                    f'replicas="dp" and {REMEDIES[how]}'
-                )
+                each = f'give both one dimension of the mesh: replicas="dp" and {REMEDIES[how]}'
+                if replicas.dims:
+                    each = (
+                        "give the wrapper all dimensions that replicas= names, as one: "
+                        'mesh["dp", "ep"]._flatten()'
+                    )
+                raise UsageError(f"{said}, but replicas= holds {sorted(beside)}; {each}")
             if weighted and not beside and replicas.number == 1 and len(ranks) > 1:
                 raise UsageError(
                     f"{said}, and the loss has weights without replicas=: each of these pipelines would "

@@ -120,6 +120,9 @@ class Averaging(Adapter):
         self._apart = apart
         self._reduced = True
         self._buffers: Iterable[Tensor] = ()
+        self._averages = False
+        self._summed: set[int] = set()
+        """The parameters that have learned since the last average, by identity: some may be frozen now."""
 
     def fits(self, module: nn.Module) -> bool:
         """Whether this is the adapter of the module."""
@@ -131,9 +134,11 @@ class Averaging(Adapter):
 
     def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Prepare for a call."""
-        self._reduced = not trains
-        parameters, self._buffers = self._tensors() if trains else ((), ())
+        self._reduced, self._averages = not trains, trains and finalizes
+        every, self._buffers = self._tensors() if trains else ((), ())
+        parameters = [p for p in every if p.requires_grad or id(p) in self._summed]
         if not finalizes:
+            self._summed.update(map(id, parameters))
             # The shares of stages are added up after each call, and are averaged before.
             apart = {id(p) for p in getattr(self._apart(), "parameters", ())}
             parameters = [p for p in parameters if id(p) in apart]
@@ -155,6 +160,8 @@ class Averaging(Adapter):
         self.reduce()
         with self._apart():
             self._average.finish()
+        if self._averages:
+            self._summed.clear()
         # A step that changes buffers is known by their versions, and this is no such change.
         copy_from_first([buffer.data for buffer in self._buffers], self._group)
         self.abandon()

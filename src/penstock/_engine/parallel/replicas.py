@@ -65,7 +65,7 @@ class GradientAverage:
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take up the gradients of a step; each replica has the same parameters in the same order."""
         self.forget()
-        self._waiting += _buckets([p for p in parameters if p.requires_grad][::-1], self._alike)
+        self._waiting += _buckets([*parameters][::-1], self._alike)
 
     def _over(self, parameter: Tensor) -> dist.ProcessGroup | None:
         return averaged_over(parameter, self._group, self._dims)
@@ -82,7 +82,7 @@ class GradientAverage:
         if self._is_simple is False:
             return
         for parameter in chain.from_iterable(self._waiting):
-            if adds_to is None or id(parameter) in adds_to:
+            if parameter.requires_grad and (adds_to is None or id(parameter) in adds_to):
                 hook = parameter.register_post_accumulate_grad_hook(self._note_added)
                 self._hooks.append(hook)
             else:
