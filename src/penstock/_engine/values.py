@@ -25,7 +25,7 @@ from torch.utils import (
 )  # knows the classes that users register; it has no public name
 
 from penstock._engine.masks import BlockMask, MaskContext, put_together, take_apart
-from penstock.errors import SpecError
+from penstock.errors import SpecError, UsageError
 
 # ---- the walker: one level of a value
 
@@ -582,6 +582,17 @@ def check_tensor(tensor: Tensor, path: str) -> None:
         raise SpecError(
             f"{path} is a {kind} tensor, which cannot travel between stages; give its parts as plain tensors"
         )
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number for the memory of a tensor and its views while it is alive; below 0 if it has none."""
+    if tensor.layout is not torch.strided:
+        return -id(tensor)
+    try:
+        # No public attribute tells one storage without data from another. As of torch 2.13.
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, UsageError):
+        return -id(tensor)
 
 
 def storage_of(tensor: Tensor) -> str:

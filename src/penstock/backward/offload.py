@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.values import storage_key
 from penstock.errors import StageError, UsageError
 
 
@@ -147,12 +148,6 @@ class OffloadedForward:
 def _unpack(packed: Any) -> Tensor:
     tensor: Tensor = packed.read() if isinstance(packed, SavedTensor) else packed
     return tensor
-
-
-def storage_key(tensor: Tensor) -> int:
-    """What tells memories apart; views of one memory share it."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock._engine.values import is_container
+from penstock._engine.values import is_container, storage_key
 from penstock.errors import PartitionError
 from penstock.partition.functions import is_ours
 from penstock.partition.interception import reads_noted
@@ -29,7 +29,6 @@ from penstock.partition.templates import (
     Template,
     fill,
     leaves_of,
-    storage_of,
 )
 from penstock.partition.tree import ScoreTree
 from penstock.schedule import Edge
@@ -240,7 +239,7 @@ class _Planner:
                 self._old[number] = target[1] if target[0] is VALUE else None
                 if target[0] is VALUE and target[1] in self._shown:
                     self._shown[number] = self._shown[target[1]]
-        self._memory = {n: storage_of(t) for n, t in self._shown.items() if isinstance(t, Tensor)}
+        self._memory = {n: storage_key(t) for n, t in self._shown.items() if isinstance(t, Tensor)}
 
     def plan(self) -> CallPlan:
         lines, stages = self._lines, self._owners.stages

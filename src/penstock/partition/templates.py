@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import Items, items_of
-from penstock.errors import UsageError
 from penstock.partition.kept import put_back
 
 Template: TypeAlias = tuple[Any, ...]
@@ -64,16 +63,6 @@ def takes_gradient(tensor: Tensor) -> bool:
     except RuntimeError:
         # One of several views that were made at once has no node after its base has changed.
         return True
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError, UsageError):
-        return id(tensor)
 
 
 def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._engine.values import map_tensors, tensors_in
+from penstock._engine.values import map_tensors, storage_key, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Answer, CallLook, filled, without_data
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
@@ -46,7 +46,6 @@ from penstock.partition.templates import (
     leaves_of,
     look_of,
     put_contents,
-    storage_of,
     takes_gradient,
     written_outside,
 )
@@ -131,7 +130,7 @@ class Trial:
             t for t in (*self._fakes.values(), *self._values.values()) if isinstance(t, Tensor)
         ]
         self._versions = {id(tensor): _version(tensor) for tensor in tensors}
-        self._arguments = {*map(storage_of, tensors)}
+        self._arguments = {*map(storage_key, tensors)}
         # What was seen while it ran.
         self._needs_data = self._is_guessed = self._by_numbers = self._stays = False
         self._on_numbers, self._tried = False, 0
@@ -292,9 +291,9 @@ class Trial:
                 if isinstance(tensor, FakeTensor)
             ]
             fakes = [tensor for _, _, tensor, _ in weights]
-            self._own = {storage_of(t) for t in fakes if not getattr(t, "_is_param", False)}
+            self._own = {storage_key(t) for t in fakes if not getattr(t, "_is_param", False)}
             numbers = self._writer.numbers
-            self._arguments |= {storage_of(one) for one in fakes if id(one) not in numbers}
+            self._arguments |= {storage_key(one) for one in fakes if id(one) not in numbers}
             for hooks in (of for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)):
                 for key in [key for key, hook in hooks.items() if _is_distributed(hook)]:
                     del hooks[key]  # it gathers weights
@@ -327,7 +326,7 @@ class Trial:
                     continue
                 if holds_fakes(value):
                     self._set_in[names[id(part)], name] = value
-                    self._own |= {*map(storage_of, tensors_in(value))}
+                    self._own |= {*map(storage_key, tensors_in(value))}
                 elif isinstance(value, int | float) and name != "training":
                     self._line.numbers.append((names[id(part)], name, value))
 
@@ -408,7 +407,7 @@ class Trial:
             output = self._operation_on_ones(func, args, kwargs, error)
         if self._line.unit and not self._on_numbers:
             for tensor in tensors_in(output):
-                is_new = storage_of(tensor) not in self._arguments
+                is_new = storage_key(tensor) not in self._arguments
                 if is_new and self._writer.note_maker(tensor, self._line):
                     self._made.append(weakref.ref(tensor))
         self._writer.work.add(func, args, kwargs, output)
@@ -420,7 +419,7 @@ class Trial:
             if not isinstance(tensor, FakeTensor):
                 continue
             self.used.add(id(tensor))
-            memory = storage_of(tensor)
+            memory = storage_key(tensor)
             maker = makers.get(memory, mine)
             if maker != mine and memory not in self._arguments:
                 self.foreign.add(maker)
@@ -555,7 +554,7 @@ class Trial:
         if number is None:
             number = self._new[id(tensor)] = (line.index, len(line.shown))
             look = line.looks[number] = (*look_of(tensor)[:4], takes_gradient(tensor))
-            if storage_of(tensor) in self._own:
+            if storage_key(tensor) in self._own:
                 line.belongs.add(number)
             if line.unit and tensor.layout is torch.strided:
                 # Another one than the unit may have left in a list: it is seen who reads that.

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock._engine.devices import kinds as device_kinds
 from penstock._engine.rng import Draws
-from penstock._engine.values import tensors_in
+from penstock._engine.values import storage_key, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import CallLook
 from penstock.partition.functions import (
@@ -66,7 +66,6 @@ from penstock.partition.templates import (
     fill,
     leaves_of,
     look_of,
-    storage_of,
     takes_gradient,
     text_of,
 )
@@ -261,7 +260,7 @@ class Writer(TorchFunctionMode):
                     return True
                 if type(value) is FakeTensor or is_wrapped(value):
                     self._check_foreign(value)
-                elif self._overwritten and storage_of(value) in self._overwritten:
+                elif self._overwritten and storage_key(value) in self._overwritten:
                     raise self.refusal(
                         "writes what units gave into a tensor, which is read through another that was made "
                         "of it before and shares its memory; write into a clone"
@@ -281,7 +280,7 @@ class Writer(TorchFunctionMode):
             )
         if type(tensor) is not FakeTensor:
             return
-        maker = self.makers.get(storage_of(tensor))
+        maker = self.makers.get(storage_key(tensor))
         if maker is not None:
             raise self.refusal(
                 f"uses a tensor that {self.notes[maker].line.name} left in an attribute or a list, which "
@@ -393,7 +392,7 @@ class Writer(TorchFunctionMode):
         for target, number in line.changes:
             if target[0] is GIVEN:
                 self.numbers[id(given[target[1]])] = number
-                self._overwritten.add(storage_of(given[target[1]]))
+                self._overwritten.add(storage_key(given[target[1]]))
             else:
                 placeholder = self.shown[number] = self.shown[target[1]]
                 if line.looks[number][4] and not placeholder.requires_grad:
@@ -519,11 +518,11 @@ class Writer(TorchFunctionMode):
         """Note which lines have made the memory of the placeholders."""
         for number, tensor in self.shown.items():
             if isinstance(number, tuple) and number[0] >= 0 and isinstance(tensor, Tensor):
-                self.makers.setdefault(storage_of(tensor), number[0])
+                self.makers.setdefault(storage_key(tensor), number[0])
 
     def note_maker(self, tensor: Tensor, line: Line) -> bool:
         """Note that a line has made a tensor, unless its memory was there before."""
-        key = storage_of(tensor)
+        key = storage_key(tensor)
         if key in self.makers:
             return False
         self.makers[key] = line.index

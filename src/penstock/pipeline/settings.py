@@ -136,7 +136,7 @@ class PipelineSettings:
             return replicas or Replicas()
         group = group_across(replicas, self.mesh)
         inside = Group(group)
-        several = isinstance(replicas, tuple) and len(replicas) > 1
+        several = isinstance(replicas, tuple | list) and len(replicas) > 1
         dims = tuple(self.mesh.get_group(name) for name in replicas) if several else ()
         return Replicas(inside.size, inside.sum, index=inside.rank, group=group, dims=dims)
 

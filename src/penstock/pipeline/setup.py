@@ -169,6 +169,7 @@ def check_spread(stages: Sequence[PipelineStage], job: Job, *, weighted: bool) -
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
         if replicas.group is not None:
+            # Refuses weights that are sharded over some of the replicas.
             left_alone(stage.module, replicas.group, replicas.dims)
         for part in spread_parts(stage.module):
             ranks, how = part.ranks, part.how

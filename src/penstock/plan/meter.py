@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._engine.values import flatten
+from penstock._engine.values import flatten, storage_key
 from penstock.partition.work import formula_of
 
 Operation = tuple[float, float, str]
@@ -22,16 +22,6 @@ Operation = tuple[float, float, str]
 _ATEN = torch.ops.aten
 _NO_WORK = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
 """Operations that only allocate memory."""
-
-
-def storage_key(tensor: Tensor) -> int:
-    """A number for the memory of a tensor, valid for as long as the tensor is alive."""
-    try:
-        # No public attribute tells one storage without data from another. As of torch 2.13.
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        # A sparse tensor has several storages.
-        return -id(tensor)
 
 
 class Meter(TorchDispatchMode):

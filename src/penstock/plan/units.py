@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._engine.devices import wait_for
 from penstock._engine.faults import failing_module
 from penstock._engine.rng import generators_kept
-from penstock._engine.values import map_tensors, tensors_in
+from penstock._engine.values import map_tensors, storage_key, tensors_in
 from penstock.backward import SplitBackward
 from penstock.backward.nodes import edge_of
 from penstock.errors import PenstockError, UsageError
@@ -36,7 +36,7 @@ from penstock.partition.base import count_parameters, home_of
 from penstock.partition.kept import Kept
 from penstock.partition.names import FakeTensorMode, without_modes
 from penstock.plan.costs import UnitCost, Units, ValueCost
-from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
+from penstock.plan.meter import FusedAttention, Meter, Operation
 from penstock.schedule import Edge
 from penstock.stage import StageCall, enter, uncompiled
 

@@ -95,6 +95,12 @@ def adapter_of(
     return Sharded(sharded, apart) if sharded else None
 
 
+def _collected_elsewhere(apart: Apart) -> Sequence[Tensor]:
+    """The weights that other stages share, whose gradients a stage collects elsewhere than in ``.grad``."""
+    parameters: Sequence[Tensor] = getattr(apart(), "parameters", ())
+    return parameters
+
+
 class Averaging(Adapter):
     """A stage of which each replica has whole weights, whose gradients are averaged once per step.
 
@@ -140,7 +146,7 @@ class Averaging(Adapter):
         if not finalizes:
             self._summed.update(map(id, parameters))
             # The shares of stages are added up after each call, and are averaged before.
-            apart = {id(p) for p in getattr(self._apart(), "parameters", ())}
+            apart = set(map(id, _collected_elsewhere(self._apart)))
             parameters = [p for p in parameters if id(p) in apart]
         self._average.take(parameters)
 
@@ -240,8 +246,7 @@ class Sharded(Adapter):
 
     def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Postpone the reduction, and start to gather parameters."""
-        shared: Any = getattr(self._apart(), "parameters", ())
-        if shared and trains and not finalizes:
+        if trains and not finalizes and _collected_elsewhere(self._apart):
             raise UsageError(
                 "pipe.no_sync() cannot leave gradients of weights that stages share unreduced where "
                 "fully_shard has sharded them; call step outside of it"
