@@ -450,7 +450,7 @@ class Engine:
             with self._runner.driven(call) as (step, perform):
                 yield step, perform
             if call.trains:
-                self.weights.finish()
+                self.weights.finish(averaged=call.finalizes or step.adapters is None)
             self._flowing += step.batch_gradients
 
     # ---- a call
@@ -561,7 +561,7 @@ class Engine:
         except StageError as error:
             raise self._explained(error, call, arguments) from error.__cause__
         if call.trains:
-            self.weights.finish()
+            self.weights.finish(averaged=call.finalizes or step.adapters is None)
         return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:

@@ -564,7 +564,8 @@ class Pipeline:
         It saves the averages over ``replicas=``, ``DistributedDataParallel`` or ``fully_shard`` of all steps
         with ``accumulate=`` but the last, as the method of this name does in DDP. Every rank of every replica
         enters it for the same steps; weights that stages share are averaged in each. Until the next step
-        outside, gradients are those of one replica: do not clip them, nor step the optimizer::
+        outside, gradients are those of one replica: to clip or measure them is an error, and the optimizer
+        must not step::
 
             for number, (x, y) in enumerate(batches, start=1):
                 with nullcontext() if number % 4 == 0 else pipe.no_sync():
