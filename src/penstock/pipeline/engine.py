@@ -30,6 +30,7 @@ from penstock._engine.runtime import (
     MAIN,
     ActionEvent,
     Call,
+    HookHandle,
     Hooks,
     LossScaler,
     LossWeight,
@@ -58,7 +59,7 @@ from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
-from penstock.stage import PipelineStage
+from penstock.stage import OverlapFunction, PipelineStage
 
 logger = logging.getLogger("penstock")
 
@@ -136,6 +137,7 @@ class Engine:
         partition: how the model was cut, if it was.
         stages: the stages of this process, in order; none before the cut.
         hooks: the user's functions around actions.
+        overlaps: the user's functions that run overlapped pairs; the last one counts.
         randomness: the seed of random numbers, and the number of the next step.
         averages: False while steps leave gradients to each replica, see :meth:`Pipeline.no_sync`.
         apart: whether results have :class:`Outputs` rather than what these are put together.
@@ -159,6 +161,7 @@ class Engine:
         self.partition: Partition | None = None
         self.stages: tuple[PipelineStage, ...] = ()
         self.hooks = Hooks(ActionEvent)
+        self.overlaps: dict[HookHandle, OverlapFunction] = {}
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.averages = True
@@ -312,6 +315,7 @@ class Engine:
         call = Call(
             Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
             finite=scaler is None, finalizes=self.averages, settings=self.weights.shared_settings,
+            overlap=next(reversed(self.overlaps.values()), None),
         )  # fmt: skip
         step = self._run(self._described(call, arguments, complete), arguments)
         self._flowing += step.batch_gradients
