@@ -461,6 +461,8 @@ for _name, _kind, _settings in (
         _name, _kind, _settings, PROMPTS, **SAMPLED, beta=0.0,
         trainer=lambda: {"reward_funcs": rewards},
     )  # fmt: skip
+
+
 def by_an_engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """Completions of an inference engine, which gets the weights before: here a model in each process."""
     engine: Any = make_model("llama").eval()
