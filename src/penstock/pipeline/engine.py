@@ -23,6 +23,7 @@ from penstock._engine.microbatches import (
     image_tokens,
     output_rule,
     rules_with_images,
+    sliced,
     split_batch,
 )
 from penstock._engine.rng import Randomness, generator_states, generators_kept
@@ -547,7 +548,11 @@ class Engine:
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
         batch = split_batch(args, kwargs, target, rules, count, fewer=True)
-        return replace(call, batch=batch, same_batch=same_batch)
+        slices = self._schedules.slices if self._schedules.by_hand else 1
+        if slices == 1:
+            return replace(call, batch=batch, same_batch=same_batch)
+        batch = sliced(batch, slices) if call.trains else batch
+        return replace(call, batch=batch, same_batch=same_batch, slices=slices)
 
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.

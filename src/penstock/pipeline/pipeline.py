@@ -46,6 +46,7 @@ from penstock.pipeline.setup import (
     before_meeting,
     check_loss,
     check_placed,
+    check_states,
     connect_process,
     described_stages,
     make_equal,
@@ -218,6 +219,7 @@ class Pipeline:
             prepare("plans its stages")
             schedules = settings.schedules(None if transport is None else transport.ranks)
             check_placed(schedules.training, stages, transport)
+            check_states(schedules.training, stages)
             table = find_shared_between({one.index: one.code for one in stages})
             table = table if shared is None else tuple(shared)
             make_equal(stages, settings.replica_set, transport)

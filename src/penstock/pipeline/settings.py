@@ -228,7 +228,7 @@ class StageSettings(PipelineSettings):
 
     def schedules(self, world: int | None, ranks: int | None = None) -> ProvenSchedules:
         """The pipeline's schedules, for the values that travel here."""
-        return replace(super().schedules(world, ranks), edges=self.edges)
+        return replace(super().schedules(world, ranks), edges=self.edges, by_hand=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
