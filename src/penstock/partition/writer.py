@@ -23,6 +23,7 @@ from penstock.errors import PartitionError
 from penstock.partition.alike import CallLook
 from penstock.partition.functions import (
     AS_SHAPES,
+    BY_LENGTHS,
     METADATA,
     SET_HOOKS,
     TAKE_GRADIENTS,
@@ -187,6 +188,11 @@ class Writer(TorchFunctionMode):
             real = self._only_shaped(func, args)
             if real is not None:
                 return self.__torch_function__(func, types, real, kwargs)
+        if follows and func in BY_LENGTHS and not self._follows(args[1:]):
+            first = BY_LENGTHS[func]
+            data = self._line(first, first, 0, args, kwargs, -1)
+            # Computed of the lengths now, it can lead the author's code and an LSTM's without data.
+            return data, func(torch.zeros(args[0].shape[:2], device="cpu"), *args[1:], **kwargs)[1]
         draw = -1
         if may_draw(func):
             draw, self._drawn = self._drawn, self._drawn + 1
