@@ -22,6 +22,7 @@ from penstock._engine.microbatches import (
     image_tokens,
     output_rule,
     rules_with_images,
+    sliced,
     split_batch,
 )
 from penstock._engine.rng import Randomness, generator_states, generators_kept
@@ -519,6 +520,9 @@ class Engine:
         if call.outputs:
             output_rule(self._rules)
         call.batch, call.same_batch = self._split(arguments), arguments.same_batch
+        if self._schedules.slices > 1:
+            call.slices = self._schedules.slices
+            call.batch = sliced(call.batch, call.slices) if call.trains else call.batch
 
     def _split(self, arguments: CallArguments) -> Batch:
         """The arguments, split into microbatches."""

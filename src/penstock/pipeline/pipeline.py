@@ -45,6 +45,7 @@ from penstock.pipeline.setup import (
     before_meeting,
     check_loss,
     check_placed,
+    check_states,
     connect_process,
     described_stages,
     make_equal,
@@ -216,6 +217,7 @@ class Pipeline:
             schedules = settings.schedules(None if transport is None else transport.ranks)
             if settings.model is None:
                 check_placed(schedules.training, settings.by_hand, transport)
+                check_states(schedules.training, settings.by_hand)
             replicas = settings.replica_set
             beside = groups_beside(settings.mesh, replicas)
             self._job = Job(

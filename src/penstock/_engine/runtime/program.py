@@ -30,7 +30,10 @@ class Wire(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An action for a microbatch, and the messages that must have arrived before it."""
+    """An action for a microbatch, and the messages that must have arrived before it.
+
+    A slice of a microbatch counts as one of its own: ``microbatch`` is its position among all of them.
+    """
 
     action: Action
     stage: int
@@ -117,9 +120,9 @@ class Program:
         actions = merged(schedule) if rank is None else schedule.actions(rank)
         self.instructions = [self.instruction(action) for action in actions]
         self.offloaded = {
-            (i.action.stage, i.action.microbatch)
+            (i.stage, i.microbatch)
             for i in self.instructions
-            if i.action.op is Op.OFFLOAD
+            if isinstance(i, Instruction) and i.action.op is Op.OFFLOAD
         }
         """The stages and microbatches whose activations wait on the host."""
         here = schedule.programs if rank is None else schedule.programs[rank : rank + 1]
@@ -134,8 +137,9 @@ class Program:
         if action.microbatch is None:
             return StageInstruction(action, action.stage)
         receives = () if self._rank is None else self._rule.receives(action)
-        needs = tuple(Instruction(r, r.stage, action.microbatch) for r in receives)
-        return Instruction(action, action.stage, action.microbatch, needs)
+        part = self.schedule.position(action.microbatch)
+        needs = tuple(Instruction(r, r.stage, part) for r in receives)
+        return Instruction(action, action.stage, part, needs)
 
     def flow(self, edges: Sequence[Edge] | None = None) -> Flow:
         """The flow of values for microbatches with some edges; by default, with those of the schedule."""
