@@ -313,7 +313,7 @@ class Engine:
             self._schedules.check_trains(call.batch.count)
         step = self._run(call, arguments)
         self._flowing += step.batch_gradients
-        self.weights.leave_gradients()
+        self.weights.leave_gradients(averaged=call.finalizes or step.adapters is None)
         self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
@@ -366,6 +366,11 @@ class Engine:
             return self._run(replace(call, hooks=hooks), arguments)
 
         return find_nonfinite(self.stages, self._schedules.training, self._job, run)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; one rank may call it alone."""
+        self.weights.zero_grad()
+        self._runner.drop_gradients()
 
     # ---- what the loops of other libraries need
 
@@ -444,7 +449,7 @@ class Engine:
             with self._runner.driven(call) as (step, perform):
                 yield step, perform
             if call.trains:
-                self.weights.finish(averaged=call.finalizes or step.adapters is None)
+                self.weights.finish()
             self._flowing += step.batch_gradients
 
     # ---- a call
@@ -542,7 +547,7 @@ class Engine:
         except StageError as error:
             raise self._explained(error, call, arguments) from error.__cause__
         if call.trains:
-            self.weights.finish(averaged=call.finalizes or step.adapters is None)
+            self.weights.finish()
         return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:

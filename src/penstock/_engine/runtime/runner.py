@@ -50,6 +50,7 @@ from penstock._engine.runtime.kinds import (
     Kind,
     KnownCalls,
     ModelCall,
+    has_data,
     merge,
 )
 from penstock._engine.runtime.learning import check_learning, mark_of
@@ -58,7 +59,7 @@ from penstock._engine.runtime.program import Program
 from penstock._engine.runtime.result import Numbers
 from penstock._engine.runtime.stopping import GracefulStop
 from penstock._engine.transport import BROKEN, STEP, Group, Job, Replicas
-from penstock._engine.values import map_tensors, tensors_in
+from penstock._engine.values import map_tensors
 from penstock.errors import (
     AgreementError,
     PenstockError,
@@ -311,7 +312,8 @@ class Runner:
                 for adapter in self._find_adapters().values():
                     adapter.check_postpones()
             counts = _counts_here(call.loss, call.batch)
-            if refusal is None and parts and _has_data(parts):
+            plans = refusal is None and self._planned is not None
+            if plans and parts and any(p.args or p.kwargs for p in parts) and has_data(parts):
                 # What fails here fails again below, unless the ranks were given different arguments.
                 with suppress(PenstockError):
                     scores = self._scores(call, parts)
@@ -723,6 +725,11 @@ class Runner:
                     self._adapters.pop(index, None)
         return self._adapters
 
+    def drop_gradients(self) -> None:
+        """Drop gradients that wrappers keep apart from ``.grad``, until they reduce them."""
+        for adapter in (*self._find_adapters().values(), *self._averages.values()):
+            adapter.drop()
+
 
 def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
     """Run the model's code without data; explain its errors."""
@@ -821,13 +828,6 @@ def largest_gradient(stages: Any) -> Tensor | None:
     gradients = [part for part in dense if part.numel()]
     # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
     return nn.utils.get_total_norm(gradients, torch.inf) if gradients else None
-
-
-def _has_data(parts: Sequence[Microbatch]) -> bool:
-    """Whether microbatches have arguments, and numbers in them."""
-    tensors = tensors_in([[part.args, part.kwargs] for part in parts])
-    given = any(part.args or part.kwargs for part in parts)
-    return given and not any(tensor.is_meta for tensor in tensors)
 
 
 def _path_of(score: Any) -> str:
