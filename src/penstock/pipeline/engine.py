@@ -351,7 +351,7 @@ class Engine:
             call = Call(trains=torch.is_grad_enabled())
             with call.refusing():
                 self._bring(call, arguments, runs=False)
-            self._runner.cut_by(uncut, call)
+            self._runner.cut_by(call, uncut.agree, uncut.take_stages)
 
     @_in_turn
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
@@ -540,7 +540,7 @@ class Engine:
         """
         try:
             if self.uncut is not None:
-                self._runner.cut_by(self.uncut, call)
+                self._runner.cut_by(call, self.uncut.agree, self.uncut.take_stages)
             if call.trains:
                 self.weights.prepare()
             step = self._runner.run(call)

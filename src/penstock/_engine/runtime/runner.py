@@ -41,7 +41,6 @@ from penstock._engine.runtime.calls import (
     first_known,
     is_known,
 )
-from penstock._engine.runtime.cut import Example, LateCut, agree_on_cut
 from penstock._engine.runtime.interpreter import Interpreter
 from penstock._engine.runtime.kinds import (
     Agreement,
@@ -233,8 +232,19 @@ class Runner:
 
     # ---- before a step
 
-    def cut_by(self, cut: LateCut, call: Call) -> None:
+    def cut_by(
+        self,
+        call: Call,
+        agree: Callable[[Callable[[], tuple[int, Any, Any]]], None],
+        take_stages: Callable[[], None],
+    ) -> None:
         """Cut a model by what the first call brings; all processes of the job call this.
+
+        Args:
+            call: the call.
+            agree: lets all ranks cut at the same places, or none. It is given a function that returns the
+                first rank that has arguments, and those and the target of a microbatch.
+            take_stages: takes the stages of this process.
 
         Raises:
             PenstockError: the call was refused, or the model cannot be cut, and nothing was changed.
@@ -245,7 +255,7 @@ class Runner:
                 raise call.refusal
             return Brought(call.mode, [], call.batch).describe()
 
-        def bring() -> tuple[int, Example, Any]:
+        def bring() -> tuple[int, Any, Any]:
             model_call = merge(self.job.pipeline.meet(describe))
             part = self._with_batch(model_call, call.batch.parts, count=1)[0]
             target = call.batch.targets[0] if call.batch.targets else MISSING
@@ -256,10 +266,10 @@ class Runner:
             activity.prepare("cuts the model")
             try:
                 with refusals():
-                    agree_on_cut(self.job, cut, bring)
+                    agree(bring)
                 activity.prepare("makes its stages")
                 with torch.inference_mode(mode=False), torch.enable_grad():
-                    cut.carry_out()
+                    take_stages()
             finally:
                 activity.prepared()
 
