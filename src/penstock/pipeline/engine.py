@@ -29,6 +29,7 @@ from penstock._engine.runtime import (
     MAIN,
     ActionEvent,
     Call,
+    HookHandle,
     Hooks,
     LossScaler,
     LossWeight,
@@ -57,7 +58,7 @@ from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
-from penstock.stage import PipelineStage
+from penstock.stage import OverlapFunction, PipelineStage
 
 logger = logging.getLogger("penstock")
 
@@ -124,6 +125,7 @@ class Engine:
         partition: how the model was cut, if it was.
         stages: the stages of this process, in order; none before the cut.
         hooks: the user's functions around actions.
+        overlaps: the user's functions that run overlapped pairs; the last one counts.
         randomness: the seed of random numbers, and the number of the next step.
         averages: False while steps leave gradients to each replica, see :meth:`Pipeline.no_sync`.
         apart: whether results have :class:`Outputs` rather than what these are put together.
@@ -147,6 +149,7 @@ class Engine:
         self.partition: Partition | None = None
         self.stages: tuple[PipelineStage, ...] = ()
         self.hooks = Hooks(ActionEvent)
+        self.overlaps: dict[HookHandle, OverlapFunction] = {}
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.averages = True
@@ -303,6 +306,7 @@ class Engine:
         call = Call(
             outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
             finite=scaler is None, finalizes=self.averages, settings=self.weights.shared_settings,
+            overlap=next(reversed(self.overlaps.values()), None),
         )  # fmt: skip
         with call.refusing():
             self._bring(call, arguments)

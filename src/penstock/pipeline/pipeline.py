@@ -54,7 +54,7 @@ from penstock.pipeline.uncut import CUT_NOW
 from penstock.pipeline.watching import StepEvent, StepHook
 from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Edge, Schedule
-from penstock.stage import Compilation, PipelineStage
+from penstock.stage import Compilation, OverlapFunction, PipelineStage
 
 logger = logging.getLogger("penstock")
 _HABITS = {
@@ -689,6 +689,36 @@ class Pipeline:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
         return self.engine.hooks.add(before, after, which)
+
+    def on_overlap(self, function: OverlapFunction) -> HookHandle:
+        """Let a function run the overlapped pairs of this process (``OVERLAP_F_B``) in training steps.
+
+        Without one, a pair of an F and a B is run by the method ``overlapped_forward_backward`` of the module
+        of the stage that runs the F, if it has one and is neither wrapped in DistributedDataParallel nor
+        sharded by FSDP; else, and where the backward is an I, F runs first, then the backward. See
+        docs/schedules.md.
+
+        Args:
+            function: called with a :class:`~penstock.PairForward` and a :class:`~penstock.PairBackward`. It
+                must compute the output of the forward, run the backward from ``outputs`` with
+                ``output_grads``, which adds to the weights' ``.grad``, and return the output and the
+                gradients of ``inputs``: a list with one of the same shape and type, or None, for each. A
+                later function takes precedence.
+
+        Returns:
+            A handle that removes the function, by ``remove()`` or at the end of a ``with`` block.
+
+        Raises:
+            UsageError: it cannot be called.
+        """
+        if not callable(function):
+            raise UsageError(
+                f"on_overlap got a {type(function).__name__}; give it a function of a PairForward and a "
+                "PairBackward"
+            )
+        handle = HookHandle(self.engine.overlaps)
+        self.engine.overlaps[handle] = function
+        return handle
 
     def on_step(
         self, after: StepHook | None = None, *, before: StepHook | None = None

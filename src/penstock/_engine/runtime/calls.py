@@ -32,6 +32,7 @@ from penstock._engine.runtime.result import StepResult, StepTally
 from penstock._engine.transport import Job
 from penstock.errors import AgreementError, PenstockError, StageError
 from penstock.schedule import Action, Op, Schedule
+from penstock.stage import OverlapFunction
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class Call:
         settings: returns the settings of optimizers that all ranks must have alike.
         finalizes: whether gradients are averaged over replicas and reduced over shards at its end, rather
             than by a later call.
+        overlap: the user's function that runs overlapped pairs, if any.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
     """
@@ -73,6 +75,7 @@ class Call:
     same_batch: bool | None = False
     settings: Callable[[], Samples] = dict
     finalizes: bool = True
+    overlap: OverlapFunction | None = None
     custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 
     @contextmanager
