@@ -27,9 +27,10 @@ LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "hand")
 
 def models_of(library: str) -> dict[str, Any]:
     """What makes each model of a library, by name."""
-    place = "tests.catalogue.models" if library == "hand" else f"campaigns.zoo.{library}_models"
-    models: dict[str, Any] = import_module(place).MODELS
-    return models
+    places = [f"campaigns.zoo.{library}_models"]
+    if library == "hand":
+        places += ["tests.catalogue.models"]
+    return {name: make for place in places for name, make in import_module(place).MODELS.items()}
 
 
 def add_options(parser: ArgumentParser) -> None:

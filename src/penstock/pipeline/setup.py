@@ -26,7 +26,7 @@ from penstock._engine.transport import Job, Replicas, Transport, join, launched
 from penstock.errors import PenstockError, ScheduleError, UsageError, listed
 from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import for_batch_losses
-from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
+from penstock.pipeline.settings import REMEDIES, Settings, Wrap
 from penstock.schedule import Schedule
 from penstock.stage import PipelineStage, StageModule
 
@@ -251,7 +251,7 @@ def before_meeting(mesh: Any, replicas: Any = None) -> Iterator[None]:
         raise
 
 
-def connect_process(settings: PipelineSettings) -> Transport | None:
+def connect_process(settings: Settings) -> Transport | None:
     """Connect this process to the others, if each rank is a process; all of them call this together.
 
     Raises:

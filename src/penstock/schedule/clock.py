@@ -40,7 +40,8 @@ class Costs:
         stash: memory that I holds until W is done.
         host_latency: time that a copy between a device and its host takes beside that of its bytes.
         host_bandwidth: units of ``activation`` that such a copy moves per unit of time.
-        overlap: the share of the shorter half that an overlapped pair of F and B hides, from 0 to 1.
+        overlap: the share of the shorter half that an overlapped pair hides, from 0 to 1, by the stage of its
+            F; 0 where F runs first, and then the backward.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
 
     Raises:
@@ -59,7 +60,7 @@ class Costs:
     stash: Cost = 1
     host_latency: float = 0
     host_bandwidth: float = math.inf
-    overlap: float = 0
+    overlap: Cost = 0
     unit: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -76,14 +77,15 @@ class Costs:
             _check_bandwidth("bandwidth", bandwidth)
         _check_cost("host_latency", self.host_latency)
         _check_bandwidth("host_bandwidth", self.host_bandwidth)
-        if not 0 <= self.overlap <= 1:
-            raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
+        for share in self.overlap if isinstance(self.overlap, Sequence) else (self.overlap,):
+            if not 0 <= share <= 1:
+                raise UsageError(f"overlap={share}: must be from 0 to 1")
 
     def per_stage(self, name: str, stages: int) -> list[float]:
         """One of the costs as a list, with a number for each stage.
 
         Args:
-            name: ``forward``, ``input``, ``weight``, ``backward``, ``activation`` or ``stash``.
+            name: ``forward``, ``input``, ``weight``, ``backward``, ``activation``, ``stash`` or ``overlap``.
             stages: the number of stages.
 
         Raises:

@@ -20,7 +20,7 @@ from penstock.schedule.action import (
     computes,
 )
 from penstock.schedule.base import Schedule, flat, paused_collection
-from penstock.schedule.clock import ITS_TURN, Costs, Ran, durations, growths
+from penstock.schedule.clock import ITS_TURN, Cost, Costs, Ran, durations, growths
 from penstock.schedule.numbered import Numbered
 from penstock.schedule.passes import add_communication
 from penstock.schedule.timeline import Span, Timeline
@@ -59,6 +59,7 @@ class Simulation:
 
     def __init__(self, schedule: Schedule, costs: Costs, takes: Callable[[Action], float]) -> None:
         self.schedule, self.costs, self._takes = schedule, costs, takes
+        self._overlap = costs.per_stage("overlap", schedule.stages)
         self._numbered = Numbered(schedule, costs)
         self._lengths = [*map(self._length, self._numbered.entries)]
         self._start, self._end, self._cause, *_ = completed(self._numbered, self._lengths)
@@ -72,7 +73,7 @@ class Simulation:
     def _before_backward(self, pair: Overlap) -> float:
         """How long the forward of a pair runs before the backward starts beside it."""
         forward, backward = map(self._takes, pair)
-        return forward - self.costs.overlap * min(forward, backward)
+        return forward - self._overlap[pair.forward.stage] * min(forward, backward)
 
     # ---- what took how long
 
@@ -298,7 +299,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 @paused_collection()
 def replay(
-    schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0
+    schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0, overlap: Cost = 0
 ) -> Timeline:
     """Lay measured durations out on one clock per rank.
 
@@ -308,6 +309,7 @@ def replay(
         schedule: the schedule that was run, with or without its messages.
         durations: the seconds of each action; an action that is not listed took none.
         latency: the seconds that a message takes to arrive.
+        overlap: the share of the shorter half that pairs hid, as in :class:`Costs`.
 
     Raises:
         ScheduleError: the schedule does not complete.
@@ -317,7 +319,8 @@ def replay(
     lacking = [str(a) for a in every if a.op in COMPUTE_OPS and a not in durations]
     if lacking:
         raise UsageError(f"no duration for {len(lacking)} actions: {', '.join(lacking[:5])}")
-    ran = Simulation(schedule, Costs(latency=latency), lambda action: durations.get(action, 0.0))
+    costs = Costs(latency=latency, overlap=overlap)
+    ran = Simulation(schedule, costs, lambda action: durations.get(action, 0.0))
     spans = tuple(span for span in ran.spans if span.action.op not in PEER_OPS)
     return Timeline(spans, schedule.ranks, "s", schedule.pairs)
 

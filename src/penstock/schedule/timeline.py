@@ -62,6 +62,18 @@ class Timeline:
                 )
 
     @cached_property
+    def overlapped(self) -> tuple[Overlap, ...]:
+        """The pairs whose halves ran at the same time, rather than one after the other."""
+        ran = {span.action: span for span in self.spans if self.pairs}
+        return tuple(
+            pair
+            for pair in self.pairs
+            if pair.forward in ran
+            and pair.backward in ran
+            and ran[pair.forward].end > ran[pair.backward].start
+        )
+
+    @cached_property
     def start(self) -> float:
         """The start of the first span; 0 if there are none."""
         return min((span.start for span in self.spans), default=0.0)

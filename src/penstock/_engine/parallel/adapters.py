@@ -42,6 +42,13 @@ class Adapter:
         """Whether this adapter still belongs to a stage's module, which the user may have wrapped since."""
         raise NotImplementedError
 
+    def check_postpones(self) -> None:
+        """Check that a training call may leave its gradients to a later one, before any rank begins it.
+
+        Raises:
+            UsageError: it may not.
+        """
+
     def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Prepare for a call.
 
@@ -244,13 +251,16 @@ class Sharded(Adapter):
         parts = _sharded_parts(module)
         return len(parts) == len(self._modules) and all(map(operator.is_, parts, self._modules))
 
-    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
-        """Postpone the reduction, and start to gather parameters."""
-        if trains and not finalizes and _collected_elsewhere(self._apart):
+    def check_postpones(self) -> None:
+        """Refuse where stages share weights: torch would have to add their shares up unreduced."""
+        if _collected_elsewhere(self._apart):
             raise UsageError(
                 "pipe.no_sync() cannot leave gradients of weights that stages share unreduced where "
                 "fully_shard has sharded them; call step outside of it"
             )
+
+    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
+        """Postpone the reduction, and start to gather parameters."""
         self._reduced = not (trains and finalizes)
         if trains:
             self._reduce_next(False)

@@ -1,6 +1,12 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
-from penstock._engine.runtime.calls import Call, StepState, check_plans, describe_stages
+from penstock._engine.runtime.calls import (
+    Call,
+    StepState,
+    check_plans,
+    describe_stages,
+    refusal_of,
+)
 from penstock._engine.runtime.cut import agree_on_cut
 from penstock._engine.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock._engine.runtime.kinds import contents_of
@@ -58,5 +64,6 @@ __all__ = [
     "describe_stages",
     "differ",
     "forwards_first",
+    "refusal_of",
     "without_data",
 ]

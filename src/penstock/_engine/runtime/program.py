@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
+from penstock.schedule import Action, Dependencies, Edge, Op, Overlap, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.schedule.dependencies import proofs
 
@@ -122,6 +122,9 @@ class Program:
             if i.action.op is Op.OFFLOAD
         }
         """The stages and microbatches whose activations wait on the host."""
+        here = schedule.programs if rank is None else schedule.programs[rank : rank + 1]
+        self.pairs = [entry for program in here for entry in program if isinstance(entry, Overlap)]
+        """The overlapped pairs of this process."""
         self._flows: dict[tuple[Edge, ...], Flow] = {}
         self.proves = {} if rank is None else proofs(schedule, rank, self._rule)
         """For each message that arrives, this rank's SENDs that its sender has used by then."""

@@ -161,6 +161,12 @@ class Runner:
         """A context from the beginning of a call to its end, or to its refusal."""
         self.job.check_usable()
         activity = self.interpreter.activity
+        if activity.inside:
+            raise UsageError(
+                f"{call.method} was called in the middle of another call of this pipeline, as by a hook of "
+                "pipe.on(...), by loss_fn or by the model's own code; call it after that one, or in a hook "
+                "of pipe.on_step(...), which runs between steps"
+            )
         activity.begin(self.job.steps + call.trains)
         try:
             with torch.set_grad_enabled(call.trains):
@@ -301,6 +307,9 @@ class Runner:
         expected, sums = 0, tuple[float, ...]()
         parts = call.batch.parts
         try:
+            if call.trains and not call.finalizes:
+                for adapter in self._find_adapters().values():
+                    adapter.check_postpones()
             counts = _counts_here(call.loss, call.batch)
             if refusal is None and parts and _has_data(parts):
                 # What fails here fails again below, unless the ranks were given different arguments.
