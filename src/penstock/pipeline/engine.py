@@ -364,6 +364,11 @@ class Engine:
         with call.refusing():
             self._bring(call, arguments)
             call.loss = self.training_loss.in_step()
+            if self._runner.holds_gradients:
+                raise UsageError(
+                    "find_nonfinite after a step inside pipe.no_sync() would lose the gradients that "
+                    "fully_shard keeps of it; call pipe.zero_grad() before, or search after a step outside"
+                )
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
