@@ -142,7 +142,7 @@ class Engine:
         self.loss, self._rules = settings.loss, settings.rules
         self._job, self._schedules, self._step_names = job, schedules, tuple(step_names)
         self._runner = Runner(schedules.proven, job, settings.home)
-        self._slowness = Slowness(schedules, self._runner)
+        self._slowness = Slowness(schedules, job)
         self.weights = ModelWeights(job)
         self.model: nn.Module | None = None
         self.uncut: UncutModel | None = None

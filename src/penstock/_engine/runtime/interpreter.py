@@ -256,7 +256,7 @@ class Interpreter:
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
-            partial(entrance.take, originals=entrance.of_batch),
+            entrance,
         )
         self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
