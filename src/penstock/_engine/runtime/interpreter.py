@@ -153,10 +153,13 @@ class Interpreter:
                 yield
             if transport is not None:
                 self._messages.end()
-        except Exception as error:
+        except BaseException as error:
+            # Also after Ctrl-C in a notebook, where the next step begins anew.
             for stage in self.stages.values():
                 stage.clear()
-            self._raise_named(error)
+            if isinstance(error, Exception):
+                self._raise_named(error)
+            raise
         finally:
             self.clear()
 
