@@ -143,7 +143,7 @@ class Engine:
         self.loss, self._rules = settings.loss, settings.rules
         self._job, self._schedules, self._step_names = job, schedules, tuple(step_names)
         self._runner = Runner(schedules.proven, job, settings.home)
-        self._slowness = Slowness(schedules, self._runner)
+        self._slowness = Slowness(schedules, job)
         self.weights = ModelWeights(job)
         self.model: nn.Module | None = None
         self.uncut: UncutModel | None = None
@@ -365,6 +365,11 @@ class Engine:
         with call.refusing():
             self._bring(call, arguments)
             call.loss = self.training_loss.in_step()
+            if self._runner.holds_gradients:
+                raise UsageError(
+                    "find_nonfinite after a step inside pipe.no_sync() would lose the gradients that "
+                    "fully_shard keeps of it; call pipe.zero_grad() before, or search after a step outside"
+                )
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
