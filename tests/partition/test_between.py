@@ -6,8 +6,10 @@ The programs stand in the catalogue, whose matrix cuts them into four stages.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -243,6 +245,32 @@ def test_the_gate_of_another_ranks_units_may_get_batches_of_other_sizes(group: A
     expected = [float(score(plain(rows(samples)))) for samples in (4, 6, 8)]
     assert losses == pytest.approx(expected, abs=TOLERANCE)
     assert model.meter.count == 3 * 2 * 2, "what a trial counts is put back"
+
+
+def test_two_pipelines_in_two_threads_leave_torch_as_it_was() -> None:
+    before = vars(nn.Module)["__setattr__"]
+    both, first_ended = threading.Barrier(2, timeout=60), threading.Event()
+
+    def step(is_first: bool) -> None:
+        def body(m: Any, x: Tensor) -> Tensor:
+            m.l[3].factor = 2.0
+            if waits:
+                both.wait()
+                assert is_first or first_ended.wait(60)
+            return through_all(m, x)
+
+        waits = False
+        pipe = piped(make(body))
+        pipe.cut(rows())
+        waits = True
+        pipe.step(rows())
+        if is_first:
+            first_ended.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(step, is_first) for is_first in (True, False)]:
+            done.result(timeout=100)
+    assert vars(nn.Module)["__setattr__"] is before
 
 
 def strict(m: Any, x: Tensor) -> Any:

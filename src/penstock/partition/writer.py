@@ -426,9 +426,10 @@ class Writer(TorchFunctionMode):
         """Set an attribute until the author's forward has run."""
         self._stack.enter_context(replaced([(vars(module), name, value)]))
 
-    def has_set(self, path: str, module: nn.Module, name: str) -> None:
+    def has_set(self, module: nn.Module, name: str) -> None:
         """Note that the author's code has set an attribute in a unit: the unit gets it with its next call."""
-        if not self._inside and name in vars(module):
+        path = self.tree.unit_of.get(id(module))
+        if path is not None and not self._inside and name in vars(module):
             self._sets.setdefault(path, {})[id(module), name] = module
 
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:

@@ -641,8 +641,11 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self.weights.zero_grad()
+        """Drop all gradients, also those that wait for a step outside of :meth:`no_sync`.
+
+        An optimizer's own ``zero_grad`` does not reach what ``fully_shard`` keeps of such steps.
+        """
+        self.engine.zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

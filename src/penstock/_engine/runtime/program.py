@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from penstock._engine.transport import GRADIENTS, VALUES
 from penstock.schedule import Action, Dependencies, Edge, Op, Overlap, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.schedule.dependencies import proofs
-
-FORWARD, BACKWARD = 0, 1
-"""The directions in which values and gradients travel."""
 
 
 class Wire(NamedTuple):
@@ -91,14 +89,14 @@ class Flow:
         schedule, rank_of = self._schedule, self._schedule.placement.rank_of
         home, peer = rank_of[action.stage], rank_of[action.peer_stage]
         sends = action.op in (Op.SEND_F, Op.SEND_B)
-        direction = FORWARD if action.op in (Op.SEND_F, Op.RECV_F) else BACKWARD
+        direction = VALUES if action.op in (Op.SEND_F, Op.RECV_F) else GRADIENTS
         source, carrier = sorted((action.stage, action.peer_stage))
         edges: list[tuple[Edge, int]] = []
         for edge in self.outputs[source]:
             users = [target for target in edge.targets if rank_of[target] == rank_of[carrier]]
-            if direction == FORWARD and users:
+            if direction == VALUES and users:
                 edges.append((edge, carrier))
-            elif direction == BACKWARD and edge.gradient:
+            elif direction == GRADIENTS and edge.gradient:
                 # Sent one by one, not summed, so that all gradients of a value are added in one order.
                 edges += [(edge, user) for user in users]
         number = (source * schedule.stages + carrier) * 2 + direction
