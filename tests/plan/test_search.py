@@ -14,7 +14,7 @@ from torch import nn
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
 from penstock.plan import Plan, Profile, ValueCost, plan_for, predict, search
-from penstock.schedule import build, simulate, validate
+from penstock.schedule import Op, build, simulate, validate
 from tests.plan.models import SLOW, Tower, profile, stepped
 
 mse = nn.functional.mse_loss
@@ -96,6 +96,34 @@ def test_memory_is_kept_to_by_computing_again() -> None:
     assert {plan.shape.recompute for plan in roomy} == {"none", "all"}
 
 
+def test_memory_is_kept_to_by_a_host_where_that_is_faster_than_computing_again() -> None:
+    costs = profile([1.0] * 8)
+    asked: dict[str, Any] = {
+        "ranks": 4, "pipeline": 4, "batch": 16, "microbatches": 16, "schedules": "1F1B", "seconds": 0,
+    }  # fmt: skip
+    free = search(costs, **asked)[0]
+    limit = max(free.memory) - 10.0
+    tight = search(costs, **asked, memory=limit)[0]
+    moved = search(costs, **asked, memory=limit, host_bandwidth=20.0)[0]
+    assert moved.shape.recompute == "offload"
+    assert moved.recompute == ()
+    assert "activations offloaded" in str(moved)
+    assert moved.seconds == pytest.approx(free.seconds)
+    assert moved.seconds < tight.seconds
+    assert max(moved.memory) <= limit
+    # The first rank alone has too much, and nothing leaves the others.
+    leaving = [sum(a.op == Op.OFFLOAD for a in moved.schedule.actions(rank)) for rank in range(4)]
+    assert leaving[0] > 0 == leaving[3]
+    # As the simulator counts activations, by the time when their copies end.
+    fixed = [costs.at(1).units[0].parameters * 2 * 4] * 4
+    peaks = zip(moved.simulation.peak_memory, fixed, strict=True)
+    assert all(activations + held <= limit for activations, held in peaks)
+    assert Plan.from_json(moved.to_json()).schedule == moved.schedule
+    # A host that takes longer for a copy than a stage for its work would only hold it up.
+    slow = search(costs, **asked, memory=limit, host_bandwidth=1.0)[0]
+    assert slow.shape.recompute == "needed"
+
+
 def test_fixed_choices_are_kept() -> None:
     plans = search(
         profile([1.0] * 8), ranks=4, batch=4, schedules=["1f1b", "Interleaved1F1B"], pipeline=2,
@@ -144,7 +172,9 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     [
         ({"schedules": "1F1C"}, "unknown schedule"),
         ({"schedules": "forward-only"}, "no backward"),
-        ({"recompute": "some"}, "none, needed, all"),
+        ({"recompute": "some"}, "none, needed, all, offload"),
+        ({"recompute": "offload"}, "as host_bandwidth="),
+        ({"host_bandwidth": -1}, "host_bandwidth=-1"),
         ({"pipeline": 3}, "cannot be divided into pipelines"),
         ({"batch": 0}, "batch=0"),
         ({"ranks": True}, "ranks=True: must be a whole number"),
@@ -202,11 +232,15 @@ def test_a_pipeline_runs_a_plan() -> None:
     model, x, y = Tower(), torch.empty(64, 16), torch.empty(64, 64)
     costs = predict(model, x, target=y, loss_fn=mse, device=SLOW)
     asked: dict[str, Any] = {"ranks": 2, "pipeline": 2, "batch": 64, "microbatches": 4}
+    roomy = search(costs, **asked, schedules="GPipe", memory=0, seconds=0)[0]
+    limit = max(roomy.memory) * 0.9
     plans = [
         *search(costs, **asked, memory=0, seconds=1, keep=3),
         *search(costs, **asked, recompute="all", seconds=0, keep=1),
+        search(costs, **asked, memory=limit, recompute="offload", host_bandwidth=1e9, seconds=0)[0],
     ]
-    assert plans[-1].recompute
+    assert plans[-2].recompute
+    assert Op.OFFLOAD in plans[-1].schedule.ops
     for plan in plans:
         assert stepped(model, schedule=plan).schedule.microbatches == plan.microbatches
     with pytest.raises(UsageError, match="the plan in schedule= decides ranks= itself"):

@@ -175,6 +175,10 @@ def test_offload_moves_what_waits_long_and_no_more_than_keep_stays() -> None:
         "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3",
     ]
     assert offload(made) is made
+    one = offload(build("1F1B", ranks=4, microbatches=4), keep=[3, 3, 2, 1])
+    assert one == made
+    with pytest.raises(UsageError, match="keep= has 2 numbers; 1F1B has 4 ranks"):
+        offload(build("1F1B", ranks=4, microbatches=4), keep=[3, 3])
     with pytest.raises(ScheduleError, match=r"keep=2: .* rank 0 of 1F1B .* give keep=3 or more"):
         offload(build("1F1B", ranks=4, microbatches=4), keep=2)
     with pytest.raises(UsageError, match="ahead=0"):

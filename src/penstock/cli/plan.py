@@ -79,7 +79,16 @@ Microbatches = Annotated[
 ]
 Recompute = Annotated[
     str | None,
-    typer.Option("--recompute", help="Units to recompute: none, needed or all. Default: any."),
+    typer.Option(
+        "--recompute", help="Units to recompute: none, needed or all; or offload. Default: any."
+    ),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host-bandwidth",
+        help="What a device and its host exchange per second, such as 50GB: activations may wait there.",
+    ),
 ]
 Keep = Annotated[int, typer.Option("--keep", min=1, help="How many plans to show.")]
 Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve the best plans.")]
@@ -104,6 +113,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     pipeline: Pipeline = None,
     microbatches: Microbatches = None,
     recompute: Recompute = None,
+    host_bandwidth: Host = None,
     keep: Keep = 10,
     seconds: Seconds = 10.0,
     report: Report = None,
@@ -134,6 +144,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         described = planning.device_named(device, compute_efficiency=efficiency)
     asked: dict[str, Any] = {"schedules": schedule or None, "keep": keep, "seconds": seconds}
     asked |= {"memory": limit, "microbatches": microbatches, "recompute": recompute}
+    asked["host_bandwidth"] = None if host_bandwidth is None else size_from(host_bandwidth)
     if config is not None:
         flags = {
             "ranks": count,

@@ -22,6 +22,7 @@ from penstock._engine.microbatches import (
     image_tokens,
     output_rule,
     rules_with_images,
+    sliced,
     split_batch,
 )
 from penstock._engine.rng import Randomness, generator_states, generators_kept
@@ -317,7 +318,7 @@ class Engine:
             self._schedules.check_trains(call.batch.count)
         step = self._run(call, arguments)
         self._flowing += step.batch_gradients
-        self.weights.leave_gradients()
+        self.weights.leave_gradients(averaged=call.finalizes or step.adapters is None)
         self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
@@ -355,7 +356,7 @@ class Engine:
             call = Call(trains=torch.is_grad_enabled())
             with call.refusing():
                 self._bring(call, arguments, runs=False)
-            self._runner.cut_by(uncut, call)
+            self._runner.cut_by(call, uncut.agree, uncut.take_stages)
 
     @_in_turn
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
@@ -370,6 +371,11 @@ class Engine:
             return self._run(replace(call, hooks=hooks), arguments)
 
         return find_nonfinite(self.stages, self._schedules.training, self._job, run)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; one rank may call it alone."""
+        self.weights.zero_grad()
+        self._runner.drop_gradients()
 
     # ---- what the loops of other libraries need
 
@@ -448,7 +454,7 @@ class Engine:
             with self._runner.driven(call) as (step, perform):
                 yield step, perform
             if call.trains:
-                self.weights.finish(averaged=call.finalizes or step.adapters is None)
+                self.weights.finish()
             self._flowing += step.batch_gradients
 
     # ---- a call
@@ -519,6 +525,9 @@ class Engine:
         if call.outputs:
             output_rule(self._rules)
         call.batch, call.same_batch = self._split(arguments), arguments.same_batch
+        if self._schedules.slices > 1:
+            call.slices = self._schedules.slices
+            call.batch = sliced(call.batch, call.slices) if call.trains else call.batch
 
     def _split(self, arguments: CallArguments) -> Batch:
         """The arguments, split into microbatches."""
@@ -539,14 +548,14 @@ class Engine:
         """
         try:
             if self.uncut is not None:
-                self._runner.cut_by(self.uncut, call)
+                self._runner.cut_by(call, self.uncut.agree, self.uncut.take_stages)
             if call.trains:
                 self.weights.prepare()
             step = self._runner.run(call)
         except StageError as error:
             raise self._explained(error, call, arguments) from error.__cause__
         if call.trains:
-            self.weights.finish(averaged=call.finalizes or step.adapters is None)
+            self.weights.finish()
         return step
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:

@@ -45,6 +45,7 @@ from penstock.pipeline.setup import (
     before_meeting,
     check_loss,
     check_placed,
+    check_states,
     connect_process,
     described_stages,
     make_equal,
@@ -216,6 +217,7 @@ class Pipeline:
             schedules = settings.schedules(None if transport is None else transport.ranks)
             if settings.model is None:
                 check_placed(schedules.training, settings.by_hand, transport)
+                check_states(schedules.training, settings.by_hand)
             replicas = settings.replica_set
             beside = groups_beside(settings.mesh, replicas)
             self._job = Job(
@@ -639,8 +641,11 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self.weights.zero_grad()
+        """Drop all gradients, also those that wait for a step outside of :meth:`no_sync`.
+
+        An optimizer's own ``zero_grad`` does not reach what ``fully_shard`` keeps of such steps.
+        """
+        self.engine.zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -131,6 +132,7 @@ class ProvenSchedules:
         microbatches: their number in a training step, unless the step says otherwise.
         edges: which values travel between the stages; by default, those of the schedule.
         plan: the plan that they are part of, if there is one.
+        by_hand: whether the stages are placed by hand, and may hand a state from slice to slice.
     """
 
     schedule: str | Schedule | Builder
@@ -139,6 +141,7 @@ class ProvenSchedules:
     microbatches: int
     edges: Edges | None = None
     plan: Plan | None = None
+    by_hand: bool = False
     _proven: dict[tuple[int, bool, Edges | None], Schedule] = field(default_factory=dict)
 
     def follow(self, decided: ProvenSchedules) -> None:
@@ -148,13 +151,18 @@ class ProvenSchedules:
     @property
     def training(self) -> Schedule:
         """The schedule of a training step, with its messages."""
-        return self.proven(self.microbatches, trains=True)
+        return self.proven(self.microbatches * self.slices, trains=True)
+
+    @cached_property
+    def slices(self) -> int:
+        """Into how many slices training cuts sequences."""
+        return self._named(self.microbatches).slices if self.by_hand else 1
 
     def proven(self, microbatches: int, edges: Edges | None = None, *, trains: bool) -> Schedule:
         """The schedule for a number of microbatches, with its messages, and proven not to deadlock.
 
         Args:
-            microbatches: their number.
+            microbatches: their number; in training, that of their slices.
             edges: which values travel, if that depends on the call.
             trains: whether there is a backward.
 
@@ -165,8 +173,15 @@ class ProvenSchedules:
         edges = self.edges if edges is None else edges
         key = (microbatches, trains, edges)
         if key not in self._proven:
-            schedule = self._named(microbatches) if trains else self._forward_only(microbatches)
-            if trains and microbatches != self.microbatches:
+            whole = microbatches // self.slices
+            schedule = self._named(whole) if trains else self._forward_only(microbatches)
+            if schedule.slices > 1 and not self.by_hand:
+                raise ScheduleError(
+                    f"the schedule {schedule.name!r} cuts sequences into {schedule.slices} slices, and "
+                    "stages cut from a model hand no state from slice to slice; give Pipeline.from_stages "
+                    "modules whose forward(x, state) returns its output and the state for the next slice"
+                )
+            if trains and whole != self.microbatches:
                 _check_alike(schedule, self.training)
             self._proven[key] = prove(schedule if edges is None else with_edges(schedule, edges))
         return self._proven[key]
@@ -177,7 +192,7 @@ class ProvenSchedules:
         Raises:
             ScheduleError: there is no such schedule.
         """
-        if microbatches is None or microbatches == self.microbatches:
+        if microbatches is None or microbatches == self.microbatches * self.slices:
             return
         try:
             self.proven(microbatches, trains=True)
@@ -280,6 +295,12 @@ def _check_alike(other: Schedule, usual: Schedule) -> None:
             f"{other.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
             f"{usual.microbatches}; a schedule must place the stages in the same way for every number of "
             "microbatches"
+        )
+    if other.slices != usual.slices:
+        raise ScheduleError(
+            f"{other.name!r} cuts sequences into {other.slices} slices for {other.microbatches} "
+            f"microbatches, and into {usual.slices} for {usual.microbatches}; the number must always be "
+            "the same"
         )
     if other.trains != usual.trains:
         without = usual if other.trains else other

@@ -204,7 +204,9 @@ class Settings:
             UsageError: what was said contradicts itself or the number of processes, or is too little.
         """
         layout = self.layout if plan is None else Layout.of(plan)
-        return replace(layout.schedules(world), edges=self.edges, plan=plan or self.plan)
+        schedules = layout.schedules(world)
+        by_hand = self.model is None
+        return replace(schedules, edges=self.edges, plan=plan or self.plan, by_hand=by_hand)
 
     def fastest_plan(
         self, call: Example, target: Any, ranks: int, microbatches: int

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from penstock._engine.devices import is_accelerator, memory_of
 from penstock._engine.microbatches import MISSING
 from penstock._engine.placeholders import is_placeholder
-from penstock._engine.runtime import agree_on_cut, without_data
+from penstock._engine.runtime import without_data
 from penstock._engine.transport import Job
 from penstock._engine.weights import Init, load_partition
 from penstock._engine.weights.folders import check_folder
@@ -147,15 +147,39 @@ class UncutModel:
             self.device = torch.device("cpu")
         return False
 
-    # ---- the cut, see penstock._engine.runtime.cut.LateCut
+    # ---- the cut
 
     def cut_now(self) -> None:
         """Cut the model before any call, where no call is needed; all processes of the job call this."""
-        agree_on_cut(self._job, self, lambda: (0, None, MISSING))
-        self.carry_out()
+        self.agree(lambda: (0, None, MISSING))
+        self.take_stages()
 
-    def decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
-        """Where to cut; see :class:`penstock._engine.runtime.cut.LateCut`."""
+    def agree(self, bring: Callable[[], tuple[int, Example | None, Any]]) -> None:
+        """Let all ranks of the job cut at the same places: where the first rank with arguments would.
+
+        The stages are made, but nothing is moved or freed.
+
+        Args:
+            bring: returns the first rank that was given arguments, and a microbatch's arguments and target.
+
+        Raises:
+            PenstockError: a rank cannot cut; nothing is changed.
+        """
+        job = self._job
+
+        def decide() -> Any:
+            first, call, target = bring()
+            # One rank measures the model, where that decides the schedule.
+            plans = job.transport is None or job.rank == first
+            return [plans, self._decide(call, target, plans=plans)]
+
+        decisions = job.meet(decide, among=job.whole)
+        where = next(decision for plans, decision in decisions if plans)
+        if any(decision != where for _, decision in decisions):
+            job.meet(lambda: self._adopt(where), among=job.whole)
+
+    def _decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
+        """Where to cut, as JSON data."""
         self._call = call
         if self._waits_for_plan:
             if not plans:
@@ -187,8 +211,8 @@ class UncutModel:
         with explained(self.model):
             return cut()
 
-    def adopt(self, decision: Any) -> None:
-        """Cut where another rank does; see :class:`penstock._engine.runtime.cut.LateCut`."""
+    def _adopt(self, decision: Any) -> None:
+        """Cut where another rank does."""
         plan_text, where = decision
         if self._waits_for_plan:
             self._follow(Plan.from_json(plan_text))
@@ -202,8 +226,8 @@ class UncutModel:
 
         self._run_without_data(cut)
 
-    def carry_out(self) -> None:
-        """Take the stages of this process; see :class:`penstock._engine.runtime.cut.LateCut`."""
+    def take_stages(self) -> None:
+        """Take the stages of this process, and free the others."""
         partition, placement = self._partition, self._schedules.training.placement
         assert partition is not None
         alone = self._job.transport is None

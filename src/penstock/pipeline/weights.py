@@ -484,23 +484,23 @@ class ModelWeights:
         assert self._sharing is not None
         self._sharing.prepare()
 
-    def finish(self, *, averaged: bool) -> None:
-        """After a training step: sum the gradients of shared weights over stages.
-
-        Args:
-            averaged: whether the gradients are those of all replicas, or still to be averaged by a later
-                step.
-        """
+    def finish(self) -> None:
+        """After a training step: sum the gradients of shared weights over stages."""
         assert self._sharing is not None
-        self._averaged = averaged
         try:
             self._sharing.finish()
         except BaseException as error:
             # One rank alone may find a changed buffer, or lose a peer; the others must learn of it.
             raise self.job.fail(error) from error.__cause__
 
-    def leave_gradients(self) -> None:
-        """After a training step: leave placeholders as the gradients of the weights of other ranks."""
+    def leave_gradients(self, *, averaged: bool = True) -> None:
+        """After a training step: leave placeholders as the gradients of the weights of other ranks.
+
+        Args:
+            averaged: whether the gradients here are those of all replicas, or still to be averaged by a later
+                step.
+        """
+        self._averaged = averaged
         self._steps.leave_gradients()
 
     def zero_grad(self) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import islice, pairwise, permutations, product
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.plan.choice import LARGEST, POLICIES, Order, PlanShape, check_size, scheduled
+from penstock.plan.choice import LARGEST, OFFLOAD, POLICIES, Order, PlanShape, check_size, scheduled
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import StageCosts
 from penstock.schedule import Schedule, names, on_ranks
@@ -58,6 +58,7 @@ class Wanted:
         memory: the bytes that each rank may hold; None if each device of the cluster may hold what it has.
         ranks: the numbers of ranks in a pipeline to try; None for all.
         cluster: the devices, if they may differ.
+        host: the bytes per second between a device and its host.
     """
 
     devices: int
@@ -72,6 +73,7 @@ class Wanted:
     keep: int
     cluster: Cluster | None = field(default=None, repr=False)
     even: bool = False
+    host: float = math.inf
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -305,10 +307,16 @@ def schedules_of(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     )
 
 
-def policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Check what to recompute."""
+def policies(wanted: str | Iterable[str] | None, host: float) -> tuple[str, ...]:
+    """Check what to recompute, or to move to a host with this bandwidth, if there is one."""
     several = () if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for policy in several:
-        if policy not in POLICIES:
-            raise UsageError(f"recompute={policy!r}: must be one of {', '.join(POLICIES)}")
+        if policy not in (*POLICIES, OFFLOAD):
+            known = ", ".join((*POLICIES, OFFLOAD))
+            raise UsageError(f"recompute={policy!r}: must be one of {known}")
+        if policy == OFFLOAD and not host:
+            raise UsageError(
+                "recompute='offload' moves activations to the host; give its bytes per second as "
+                "host_bandwidth="
+            )
     return several

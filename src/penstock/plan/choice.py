@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -16,6 +16,7 @@ from penstock._engine.values import bytes_as_text
 from penstock.errors import UsageError
 from penstock.plan.costs import FILE, Number, Numbers, StageCosts, read_json, write_json
 from penstock.schedule import (
+    Action,
     Op,
     Schedule,
     Simulation,
@@ -29,6 +30,8 @@ from penstock.schedule import (
 from penstock.schedule.passes import AHEAD
 
 POLICIES = ("none", "needed", "all")
+OFFLOAD = "offload"
+"""The policy by which activations wait for their backward on the host, as few as the memory needs."""
 LARGEST = 2**20
 """The most ranks, microbatches and forwards of a plan: with more, simulating a single step takes minutes."""
 Count = Annotated[int, Field(ge=1)]
@@ -50,7 +53,8 @@ class PlanShape:
         stages_per_rank: the number of stages on each rank.
         microbatches: the number of parts of a pipeline's share of the batch.
         samples: the number of samples in a microbatch.
-        recompute: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
+        recompute: which units keep only their inputs: ``"none"``, ``"needed"`` or ``"all"``; or
+            ``"offload"``: none, and activations leave the device.
     """
 
     schedule: str
@@ -59,7 +63,7 @@ class PlanShape:
     stages_per_rank: Count
     microbatches: Count
     samples: Count
-    recompute: Literal["none", "needed", "all"]
+    recompute: Literal["none", "needed", "all", "offload"]
 
     __pydantic_config__ = FILE
 
@@ -170,9 +174,11 @@ class Plan:
 
     def __str__(self) -> str:
         shape = self.shape
-        again = {"none": "", "all": ", all units recomputed"}.get(
-            shape.recompute, f", {len(self.recompute)} units recomputed"
-        )
+        again = {
+            "none": "",
+            "all": ", all units recomputed",
+            OFFLOAD: ", activations offloaded",
+        }.get(shape.recompute, f", {len(self.recompute)} units recomputed")
         copies = f" x {shape.replicas} replicas" if shape.replicas > 1 else ""
         return (
             f"{shape.schedule} on {shape.ranks} ranks{copies}, {len(self.stages)} stages, "
@@ -253,6 +259,12 @@ class Order:
             actions = [action for action in schedule.actions(rank) if action.op in _CODE]
             ops = np.array([_CODE[action.op] for action in actions], dtype=np.intp)
             self._ranks.append((ops, np.array([action.stage for action in actions], dtype=np.intp)))
+        self._away = [_away(schedule.actions(rank)) for rank in range(schedule.ranks)]
+
+    def flying(self) -> list[int]:
+        """For how many microbatches and stages each rank holds activations at a time, at most."""
+        steps = np.array([1, -1, 0, -1])
+        return [int(np.cumsum(steps[ops]).max(initial=0)) for ops, _ in self._ranks]
 
     def held(self, costs: StageCosts) -> list[npt.NDArray[Any]]:
         """The most bytes that each rank holds during each of its actions, in their order."""
@@ -269,6 +281,8 @@ class Order:
                 mine = stages == stage
                 forward, backward = mine & (ops == 0), mine & ((ops == 1) | (ops == 3))
                 most += self._under_way(forward, backward, stage, costs)
+            for stage, start, stop in self._away[rank]:
+                most[start + costs.ahead : stop] -= activation[stage]
             result.append(most)
         return result
 
@@ -294,6 +308,19 @@ class Order:
 
 
 _CODE = {Op.F: 0, Op.I: 1, Op.W: 2, Op.B: 3}
+
+
+def _away(actions: Iterable[Action]) -> list[tuple[int, int, int]]:
+    """The activations that leave a rank: their stage, and before which actions they leave and come back."""
+    away, left, place = list[tuple[int, int, int]](), dict[Any, int](), 0
+    for action in actions:
+        place += action.op in _CODE
+        key = action.stage, action.microbatch
+        if action.op is Op.OFFLOAD:
+            left[key] = place
+        elif action.op is Op.RELOAD:
+            away.append((action.stage, left[key], place))
+    return away
 
 
 # ---- comparing plans

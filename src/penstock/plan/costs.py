@@ -202,6 +202,7 @@ class StageCosts:
         latency: the latency of a message.
         bandwidth: the bytes per second of a channel.
         links: where they differ from these, from rank to rank: two ranks, and the latency and bandwidth.
+        host: the bytes per second that a device exchanges with its host, for activations that leave.
     """
 
     forward: Numbers
@@ -222,6 +223,7 @@ class StageCosts:
     latency: Number = 0.0
     bandwidth: Rate = math.inf
     links: tuple[Wire, ...] = ()
+    host: Rate = math.inf
 
     __pydantic_config__ = FILE
 
@@ -253,8 +255,15 @@ class StageCosts:
             message=self.message,
             activation=self.activation,
             stash=self.stash,
+            host_bandwidth=self.host,
             unit="s",
         )
+
+    @property
+    def ahead(self) -> int:
+        """For how many actions a copy between a device and its host is under way, at most."""
+        shortest = min(self.forward)
+        return max(1, math.ceil(max(self.activation) / self.host / shortest)) if shortest else 1
 
     @cached_property
     def static(self) -> tuple[float, ...]:

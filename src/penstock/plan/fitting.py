@@ -9,12 +9,13 @@ from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
+from penstock.errors import ScheduleError
 from penstock.partition import choose_cuts
 from penstock.plan.candidates import Arrangement, Candidate, Wanted, order_of
-from penstock.plan.choice import Order, PlanShape, with_messages
+from penstock.plan.choice import OFFLOAD, Order, PlanShape, with_messages
 from penstock.plan.costs import Cut, Profile, StageCosts, runs_of
 from penstock.plan.ranks import PipelineRanks, least_work, ranks_of, units_on
-from penstock.schedule import Op, Placement, Schedule, lower_bound, simulate
+from penstock.schedule import Op, Placement, Schedule, lower_bound, offload, simulate
 
 
 class Fitting:
@@ -101,7 +102,9 @@ class Fitting:
     # ---- memory
 
     def fitted(self, shape: PlanShape, arrangement: Arrangement, cut: Cut) -> Candidate | None:
-        """A candidate that fits into memory, with as many units recomputed as that needs."""
+        """A candidate that fits, with as many units recomputed or activations offloaded as that needs."""
+        if shape.recompute == OFFLOAD:
+            return self._offloaded(shape, arrangement, cut)
         units = len(self.units(shape.samples).units)
         again = frozenset(range(units) if shape.recompute == "all" else ())
         while True:
@@ -113,6 +116,26 @@ class Fitting:
             if not more:
                 return None
             again |= frozenset(more)
+
+    def _offloaded(self, shape: PlanShape, arrangement: Arrangement, cut: Cut) -> Candidate | None:
+        """A candidate whose ranks keep as many activations as fit; None if all stay, or the host is slow."""
+        plain = self.composed(shape, arrangement, cut, frozenset())
+        costs = plain.stage_costs
+        turns = zip(costs.forward, costs.backward, strict=True)
+        if not plain.lacks or max(costs.activation) / costs.host > min(map(sum, turns)):
+            return None
+        order, candidate = plain.plain_schedule, plain
+        keep = Order(order).flying()
+        while candidate.lacks:
+            for rank, lacking in enumerate(candidate.lacks):
+                size = max(costs.activation[stage] for stage in order.placement.stages_on(rank))
+                keep[rank] -= math.ceil(lacking / size) if size else 1
+            try:
+                moved = offload(order, keep=keep, ahead=costs.ahead)
+            except ScheduleError:
+                return None
+            candidate = self.composed(shape, arrangement, cut, frozenset(), moved)
+        return candidate
 
     def _to_compute_again(self, candidate: Candidate) -> set[int]:
         """On each rank that holds too much, the units that free the most memory for their time."""
@@ -153,6 +176,8 @@ class Fitting:
         schedule, states = order.schedule, self._wanted.states
         pipelines = self._pipelines(shape.samples, arrangement.pipelines)
         costs = {one: one.stages(cut, schedule.placement, again, states) for one in {*pipelines}}
+        if shape.recompute == OFFLOAD:
+            costs = {one: replace(of, host=self._wanted.host) for one, of in costs.items()}
         bounds = {one: _bound(schedule, of) for one, of in costs.items()}
         # What ranks hold does not depend on how fast they are.
         peaks = order.peaks(costs[pipelines[0]])

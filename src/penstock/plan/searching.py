@@ -27,7 +27,16 @@ from penstock.plan.candidates import (
     whole,
     whole_numbers,
 )
-from penstock.plan.choice import COLUMNS, POLICIES, Order, Plan, PlanShape, row_of, seconds_as_text
+from penstock.plan.choice import (
+    COLUMNS,
+    OFFLOAD,
+    POLICIES,
+    Order,
+    Plan,
+    PlanShape,
+    row_of,
+    seconds_as_text,
+)
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.plan.devices import Device
@@ -114,6 +123,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
     microbatches: int | Iterable[int] | None = None,
     recompute: str | Iterable[str] | None = None,
     states: float = 2.0,
+    host_bandwidth: float | None = None,
     keep: int = KEPT,
     seconds: float = 10.0,
     even: bool = False,
@@ -134,10 +144,13 @@ def search(  # noqa: PLR0913 - the whole question, by name
             share of the batch. By default every number that divides the number of devices.
         stages_per_rank: numbers to try for schedules that take any; by default 2, 3 and 4.
         microbatches: numbers to try for each pipeline; by default several that divide its share of the batch.
-        recompute: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
-            three are tried, or without a limit only ``"none"``.
+        recompute: ``"none"``, ``"needed"`` (as few units as fit the memory), ``"all"``, or ``"offload"``
+            (none, and as few activations as fit the memory wait on the host); by default all are tried, or
+            without a limit only ``"none"``.
         states: bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
             momentum.
+        host_bandwidth: the bytes per second that a device exchanges with its host; by default activations
+            stay on the device.
         keep: the number of plans to return.
         seconds: how long to improve the best plan at the end, by moving cuts and searching schedules.
         even: whether to treat the ranks of a cluster as if they were alike: all of them, in their order, with
@@ -159,7 +172,9 @@ def search(  # noqa: PLR0913 - the whole question, by name
             f"ranks={ranks}, but the cluster has {len(cluster)} devices; leave ranks= out"
         )
     batch = whole("batch", batch, most=2**40)
-    for name, number in (("memory", memory or 0), ("states", states), ("seconds", seconds)):
+    host = host_bandwidth or 0.0
+    numbers = {"memory": memory or 0, "states": states, "seconds": seconds, "host_bandwidth": host}
+    for name, number in numbers.items():
         if not isinstance(number, int | float) or not number >= 0:
             raise UsageError(f"{name}={number!r}: must be a number, at least 0")
     if 0 < (memory or 0) < 1:
@@ -176,18 +191,19 @@ def search(  # noqa: PLR0913 - the whole question, by name
         ranks=divisors("pipeline", pipeline, ranks),
         stages_per_rank=whole_numbers("stages_per_rank", stages_per_rank),
         microbatches=counts,
-        recompute=policies(recompute) or ("none",),
+        recompute=policies(recompute, host) or ("none",),
         states=float(states),
         keep=whole("keep", keep),
         cluster=cluster,
         even=even,
+        host=host or math.inf,
     )
     wanted.check()
     profile = profile() if callable(profile) else profile
     if memory is None and cluster is None:
         wanted = replace(wanted, memory=profile.memory)
     if any(wanted.limits) and recompute is None:
-        wanted = replace(wanted, recompute=POLICIES)
+        wanted = replace(wanted, recompute=(*POLICIES, OFFLOAD) if host else POLICIES)
     return _PlanSearch(profile, wanted).plans(seconds)
 
 

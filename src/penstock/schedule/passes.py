@@ -22,6 +22,7 @@ from penstock.schedule.action import (
     Op,
     Overlap,
     Program,
+    Slice,
     computes,
     halves,
 )
@@ -113,7 +114,7 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
 
     Raises:
         ScheduleError: an action needs a value that no action makes.
-        UsageError: ``ahead`` is less than 1.
+        UsageError: ``ahead`` is less than 1, or there are not as many numbers as ranks.
     """
     if ahead < 1:
         raise UsageError(f"ahead={ahead}: must be at least 1")
@@ -256,7 +257,9 @@ def _coming(program: Program, bound: int) -> list[list[int]]:
 # ---- which activations wait for their backward on the host
 
 
-def offload(schedule: Schedule, *, keep: int | None = None, ahead: int = 1) -> Schedule:
+def offload(
+    schedule: Schedule, *, keep: int | Sequence[int] | None = None, ahead: int = 1
+) -> Schedule:
     """Add OFFLOAD and RELOAD, so that activations wait for their backward in the host's memory.
 
     OFFLOAD follows the F; RELOAD comes ``ahead`` computing entries before the I or B. Of all choices that
@@ -266,8 +269,8 @@ def offload(schedule: Schedule, *, keep: int | None = None, ahead: int = 1) -> S
     Args:
         schedule: the schedule, with or without messages.
         keep: for how many microbatches and stages a rank may hold activations on its device at a time: those
-            that stay, leave, are coming back or are in use. By default every activation leaves that has the
-            time.
+            that stay, leave, are coming back or are in use; or a number for each rank. By default every
+            activation leaves that has the time.
         ahead: for how many computing entries a copy is under way. What waits for no longer than two copies
             take stays.
 
@@ -277,15 +280,20 @@ def offload(schedule: Schedule, *, keep: int | None = None, ahead: int = 1) -> S
     """
     if ahead < 1:
         raise UsageError(f"ahead={ahead}: must be at least 1")
+    keeps = [keep] * schedule.ranks if keep is None or isinstance(keep, int) else [*keep]
+    if len(keeps) != schedule.ranks:
+        raise UsageError(
+            f"keep= has {len(keeps)} numbers; {schedule.name} has {schedule.ranks} ranks"
+        )
     if Op.OFFLOAD in schedule.ops:
         return schedule
     programs = []
-    for rank, program in enumerate(schedule.programs):
+    for rank, (program, bound) in enumerate(zip(schedule.programs, keeps, strict=True)):
         stays = _Stays(program, ahead)
-        most, leaving = stays.leaving(0 if keep is None else keep)
-        if keep is not None and most > keep:
+        most, leaving = stays.leaving(0 if bound is None else bound)
+        if bound is not None and most > bound:
             raise ScheduleError(
-                f"keep={keep}: with ahead={ahead}, rank {rank} of {schedule.name} holds the activations of "
+                f"keep={bound}: with ahead={ahead}, rank {rank} of {schedule.name} holds the activations of "
                 f"{most} microbatches even if all that have the time leave; give keep={most} or more"
             )
         programs.append(stays.offloaded(leaving))
@@ -304,28 +312,28 @@ class _Stays:
     def __init__(self, program: Program, ahead: int) -> None:
         self.program, self.ahead = program, ahead
         self.computing = [entry for entry in program if computes(entry)]
-        starts: dict[tuple[int, int | None], int] = {}
-        self.uses: dict[tuple[int, int | None], tuple[int, int]] = {}
+        starts: dict[tuple[int, int | Slice | None], int] = {}
+        self.uses: dict[tuple[int, int | Slice | None], tuple[int, int]] = {}
         for place, entry in enumerate(self.computing):
             for stage, op, microbatch, _ in halves(entry):
                 if op is Op.F:
                     starts[stage, microbatch] = place
                 elif op in GRADIENT_OPS and (stage, microbatch) in starts:
                     self.uses[stage, microbatch] = starts[stage, microbatch], place
-        self.gaps: dict[int, list[tuple[int, tuple[int, int | None]]]] = defaultdict(list)
+        self.gaps: dict[int, list[tuple[int, tuple[int, int | Slice | None]]]] = defaultdict(list)
         for which, (first, last) in self.uses.items():
             if last - first > 2 * ahead:
                 self.gaps[first + ahead + 1].append((last - ahead, which))
 
-    def leaving(self, keep: int) -> tuple[int, set[tuple[int, int | None]]]:
+    def leaving(self, keep: int) -> tuple[int, set[tuple[int, int | Slice | None]]]:
         """How many are on the device at a time, and which leave so that these are no more than ``keep``.
 
         Where one too many would stay, the one that may be away longest from there leaves.
         """
         ends = {last for _, last in self.uses.values()}
         begins = {first for first, _ in self.uses.values()}
-        left, most, held = set[tuple[int, int | None]](), 0, 0
-        may_leave: list[tuple[int, tuple[int, int | None]]] = []
+        left, most, held = set[tuple[int, int | Slice | None]](), 0, 0
+        may_leave: list[tuple[int, tuple[int, int | Slice | None]]] = []
         back = Counter[int]()
         for place in range(len(self.computing)):
             held += (place in begins) - (place - 1 in ends) + back[place]
@@ -339,7 +347,7 @@ class _Stays:
             most = max(most, held)
         return most, left
 
-    def offloaded(self, leaving: set[tuple[int, int | None]]) -> Iterator[Entry]:
+    def offloaded(self, leaving: set[tuple[int, int | Slice | None]]) -> Iterator[Entry]:
         """The program, with what leaves and comes back."""
         returning = defaultdict[int, list[Action]](list)
         for which in leaving:

@@ -166,12 +166,13 @@ class Simulation:
     def _held(self) -> list[list[tuple[float, float]]]:
         """What each rank holds from each time on at which that changes."""
         growth = growths(self.costs, self.schedule.stages)
+        size_of = self.costs.per_slice("slice_sizes", self.schedule)
         held = []
         for rank, row in enumerate(self._rows):
             changes = [
-                (end if op is not Op.F else start, number, growth[op][stage])
+                (end if op is not Op.F else start, number, growth[op][stage] * size_of(m))
                 for number in row
-                for _, (stage, op, *_), start, end in self._spans_at(number)
+                for _, (stage, op, m, _), start, end in self._spans_at(number)
             ]
             changes += (
                 (self._end[copy] if size > 0 else self._start[copy], number, -size)
@@ -184,10 +185,12 @@ class Simulation:
         """A rank's OFFLOADs and RELOADs, their transfers, and by how much each changes its host's memory."""
         numbered = self._numbered
         sizes = self.costs.per_stage("activation", self.schedule.stages)
+        size_of = self.costs.per_slice("slice_sizes", self.schedule)
         for number, copy in numbered.copies.items():
             if numbered.rank[number] == rank:
-                stage, op, *_ = numbered.action(number)
-                yield number, copy, sizes[stage] if op is Op.OFFLOAD else -sizes[stage]
+                stage, op, m, _ = numbered.action(number)
+                size = sizes[stage] * size_of(m)
+                yield number, copy, size if op is Op.OFFLOAD else -size
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
@@ -294,7 +297,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     def takes(action: Action) -> float:
         return table[action.op][action.stage] if action.op in table else 0.0
 
-    return Simulation(schedule, costs, takes)
+    if schedule.slices == 1:
+        return Simulation(schedule, costs, takes)
+    share_of = costs.per_slice("slice_times", schedule)
+    return Simulation(schedule, costs, lambda action: takes(action) * share_of(action.microbatch))
 
 
 @paused_collection()

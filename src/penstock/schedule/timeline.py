@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import InputFileError, UsageError, printable
-from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, parse_action
+from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, Slice, parse_action
 from penstock.schedule.base import flat
 
 MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
@@ -122,9 +122,12 @@ class Timeline:
             for rank in range(self.ranks)
         ]
         for rank, action, start, end in self.spans:
-            stage, op, microbatch, _ = action
+            stage, op, part, _ = action
+            where = {"microbatch": part}
+            if isinstance(part, Slice):
+                where = {"microbatch": part.microbatch, "slice": part.number}
             times = {"ts": (start - self.start) * scale, "dur": (end - start) * scale}
-            args = {"op": op.value, "stage": stage, "microbatch": microbatch}
+            args = {"op": op.value, "stage": stage, **where}
             what = {"ph": "X", "name": str(action), "cat": op.value, "args": args}
             events.append({**what, **times, "pid": 0, "tid": rank})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -7,7 +7,6 @@ from penstock._engine.runtime.calls import (
     describe_stages,
     refusal_of,
 )
-from penstock._engine.runtime.cut import agree_on_cut
 from penstock._engine.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock._engine.runtime.kinds import contents_of
 from penstock._engine.runtime.loss import (
@@ -56,7 +55,6 @@ __all__ = [
     "Which",
     "add_loss",
     "advice",
-    "agree_on_cut",
     "check_function",
     "check_plans",
     "collect_losses",

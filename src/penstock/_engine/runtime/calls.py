@@ -57,6 +57,8 @@ class Call:
         settings: returns the settings of optimizers that all ranks must have alike.
         finalizes: whether gradients are averaged over replicas and reduced over shards at its end, rather
             than by a later call.
+        slices: into how many slices sequences are cut in training, each a microbatch of its own in the batch;
+            0 if stages hand on no state.
         overlap: the user's function that runs overlapped pairs, if any.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
@@ -75,6 +77,7 @@ class Call:
     same_batch: bool | None = False
     settings: Callable[[], Samples] = dict
     finalizes: bool = True
+    slices: int = 0
     overlap: OverlapFunction | None = None
     custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 

@@ -26,6 +26,7 @@ from penstock._engine.runtime.hooks import WatchedAction
 from penstock._engine.runtime.messages import Messages, gradient_layout
 from penstock._engine.runtime.program import Flow, Instruction, Program, StageInstruction
 from penstock._engine.runtime.stage_losses import StageLosses
+from penstock._engine.runtime.states import STATE, States
 from penstock._engine.transport import Transport
 from penstock._engine.values import check_plain, map_tensors, tensors_in, unflatten
 from penstock.errors import MessageError, PenstockError, StageError
@@ -147,6 +148,8 @@ class Interpreter:
             self._messages = Messages(program, step, transport, devices, proves)
         for stage in self.stages.values():
             stage.follow_wrappers(adapted=step.adapters is not None)
+        slices, trains = step.call.slices, step.call.trains
+        self._states = States(program.schedule.slices, trains=trains) if slices else None
         self._losses.take_up(step, has_last=max(self.stages) + 1 == program.schedule.stages)
         try:
             with self._losses.added:
@@ -252,22 +255,29 @@ class Interpreter:
             before = len(leaves)
             values[edge.value] = entrance.take(value, shared)
             entered.append(leaves[before:])
+        states = self._states
+        state = None if states is None else states.enter(index, microbatch, entrance)
         call, args, kwargs = binding.bind(
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
             partial(entrance.take, originals=entrance.of_batch),
         )
+        if states is not None:
+            kwargs = {**kwargs, STATE: state}
         self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
             watched.begin((args, kwargs))
         output = (self._instead or stage.call)(*call, *args, **kwargs)
-        if self._pairs:
-            self._check_alike(index, kind.number, output)
         if watched is not None:
             watched.outputs = output
         if entrance.versions:
             binding.leave(entrance)
+        of_state: list[Tensor] = []
+        if states is not None:
+            output, of_state = states.take_apart(index, microbatch, output)
+        if self._pairs:
+            self._check_alike(index, kind.number, output)
         output, made = binding.take_apart(output)
         roots: list[Tensor] = []
         for edge in flow.outputs[index]:
@@ -285,6 +295,7 @@ class Interpreter:
                 elif value.requires_grad:
                     roots.append(value)
                 self._learners[name, microbatch] = len(roots) - before
+        roots += of_state
         if stage.is_last and (step.call.outputs or step.call.keep):
             step.outputs[microbatch] = map_tensors(output, Tensor.detach)
         if stage.is_last or self._losses.added.terms:
@@ -410,6 +421,8 @@ class Interpreter:
                 gradients += [
                     _sum(column) for column in zip(*[by_user[u] for u in users], strict=True)
                 ]
+        if self._states is not None:
+            gradients += self._states.owed(stage, microbatch)
         return [*gradients, *self._losses.seeds.pop((stage, microbatch), ())]
 
     def _backward(
@@ -447,6 +460,8 @@ class Interpreter:
                     missing = self._kinds[microbatch].missing
                     missing[edge.value] = [gradient_layout(leaf) for leaf in leaves]
             start = end
+        if self._states is not None:
+            start += self._states.keep(index, microbatch, gradients[start:])
         if start < len(gradients):
             self._keep_batch_gradients(stage, microbatch, of_batch, gradients[start:])
         if action.op is Op.B and self._step.adapters is not None:
