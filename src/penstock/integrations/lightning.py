@@ -399,8 +399,8 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         save_distributed_checkpoint: whether a checkpoint is a folder into which each process writes its part,
             for any layout. Otherwise it is the plain Trainer's file, for which rank 0 collects everything.
         options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages`` and others; and
-            ``loss_weight``, a function of the batch, or a dict of one for the loss, ``"main"``, and for values
-            that are logged; and ``loss_check``. These are ``weight`` and ``check`` of a
+            ``loss_weight``, a function of the batch, or a dict of one for the loss, ``"main"``, and for
+            values that are logged; and ``loss_check``. These are ``weight`` and ``check`` of a
             :class:`penstock.Loss`. The step and Lightning set the loss, devices and groups.
 
     Raises:
