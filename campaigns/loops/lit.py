@@ -389,7 +389,12 @@ class Weighed(Classifier):
 add("class weights, nothing said", Weighed)
 add(
     "class weights, loss_weight=", Weighed,
-    strategy={"loss_weight": lambda batch: (batch[1] + 1).sum()},
+    strategy={
+        "loss_weight": {
+            "main": lambda batch: (batch[1] + 1).sum(),
+            **dict.fromkeys(("val_loss", "val_right"), lambda batch: len(batch[1])),
+        }
+    },
 )  # fmt: skip
 
 

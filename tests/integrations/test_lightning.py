@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
@@ -375,7 +375,7 @@ class OddBatches(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
-        loss = nn.functional.cross_entropy(logits, batch[1])
+        loss = cross_entropy(logits, batch[1])
         return {"loss": loss, "logits": logits} if batch_idx % 2 else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -434,6 +434,26 @@ def test_an_epoch_s_value_is_the_plain_trainers() -> None:
         logged.append(metrics["loss"])
     assert len({len(batch["tokens"]) for batch in batches}) > 1
     assert logged[1] == pytest.approx(logged[0], rel=1e-6)
+
+
+class Weighed(Classifier):
+    """Weighs classes in training, and not where it validates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self(batch[0]), batch[1], torch.arange(1.0, 6.0))
+
+
+def test_a_logged_value_has_weights_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    of_samples = dict.fromkeys(("val_loss", "val_right"), lambda batch: len(batch[1]))
+    weights = {"main": lambda batch: (batch[1] + 1).sum(), **of_samples}
+    metrics = []
+    for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=2, loss_weight=weights)):
+        torch.manual_seed(0)
+        trainer = trainer_of(strategy, max_steps=3)
+        trainer.fit(Weighed(), images(), images(16))
+        metrics.append({name: float(of) for name, of in trainer.callback_metrics.items()})
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
+    assert "weight= of the loss" not in caplog.text
 
 
 class HeadFirst(LanguageModel):

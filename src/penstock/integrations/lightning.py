@@ -48,7 +48,14 @@ except ImportError as error:
         "penstock.integrations.lightning needs Lightning: pip install 'penstock-pipeline[lightning]'"
     ) from error
 
-from penstock.integrations.steps import LightningStep, StepLog, described, loss_in, samples_in
+from penstock.integrations.steps import (
+    LightningStep,
+    StepLog,
+    described,
+    loss_in,
+    samples_in,
+    weights_by_name,
+)
 
 logger = logging.getLogger("penstock")
 
@@ -115,7 +122,7 @@ class _OnPipeline(nn.Module):
         self._log = StepLog(module)
         # It is checked here, together with what is logged.
         self._checks = loss_check
-        loss = Loss(loss_in, weight=loss_weight, check=False)
+        loss = Loss(loss_in, weight=weights_by_name(loss_weight), check=False)
         with self._log.without_metrics():
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss, **options)
             vars(self)["_inner"] = _Steps(self.pipe)
@@ -174,8 +181,10 @@ class _OnPipeline(nn.Module):
         for name, (whole, halves) in apart.items() if self.pipe.is_main_process else ():
             logger.warning(
                 "penstock: %s of %s is %.6g for the first microbatch, and %.6g as the mean of its halves: "
-                "the mean over microbatches is not what it is for the batch. Return what it is computed "
-                "from, and compute it in the hook after the step, which gets the whole batch",
+                "the mean over microbatches is not what it is for the batch. If it is a mean over something "
+                'else, say what, as in loss_weight={"main": ..., "accuracy": lambda batch: len(batch[0])}; '
+                "or return what it is computed from, and compute it in the hook after the step, which gets "
+                "the whole batch",
                 described(name), step_name, whole, halves,
             )  # fmt: skip
 
@@ -390,8 +399,9 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         save_distributed_checkpoint: whether a checkpoint is a folder into which each process writes its part,
             for any layout. Otherwise it is the plain Trainer's file, for which rank 0 collects everything.
         options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages`` and others; and
-            ``loss_weight``, a function of the batch, and ``loss_check``, which are the ``weight`` and
-            ``check`` of a :class:`penstock.Loss`. The step and Lightning set the loss, devices and groups.
+            ``loss_weight``, a function of the batch, or a dict of one for the loss, ``"main"``, and for
+            values that are logged; and ``loss_check``. These are ``weight`` and ``check`` of a
+            :class:`penstock.Loss`. The step and Lightning set the loss, devices and groups.
 
     Raises:
         UsageError: an argument is one that the step or Lightning sets.

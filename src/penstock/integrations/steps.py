@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from penstock._engine.runtime import StepResult, add_loss
+from penstock._engine.runtime import LossWeight, StepResult, add_loss
 from penstock._engine.values import flatten, tensors_in, unflatten
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
@@ -231,6 +231,13 @@ def samples_in(args: Any, kwargs: Any) -> int:
 def _lengths(module: nn.Module) -> dict[str, int]:
     """How long the lists of a module are."""
     return {name: len(value) for name, value in vars(module).items() if type(value) is list}
+
+
+def weights_by_name(weight: LossWeight | None) -> LossWeight | None:
+    """The weights of losses, of which those of logged values are given by the names in ``self.log``."""
+    if not isinstance(weight, Mapping):
+        return weight
+    return {name if name == "main" else _LOGGED + name: of for name, of in weight.items()}
 
 
 def described(name: str) -> str:

@@ -622,7 +622,7 @@ class Engine:
         loss, model_call = step.call.loss, step.agreement.model_call
         if loss is None or self._job.steps > 1:
             return
-        if not self._job.rank:
+        if loss.check and not self._job.rank:
             loss.warn_of_unknown(step.result.losses)
         weighs = any(isinstance(weight, Sequence) for weight in loss.weights.values())
         if not loss.check or weighs or model_call.presplit or model_call.count == 1:

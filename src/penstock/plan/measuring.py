@@ -19,7 +19,7 @@ from penstock.partition import unit_calls
 from penstock.plan.candidates import whole
 from penstock.plan.costs import Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
-from penstock.plan.units import measure_units, random_states_kept
+from penstock.plan.units import measure_units
 
 REPEATS = 5
 """The number of timed runs by default, after a first run that does not count."""
@@ -163,8 +163,7 @@ class _UnitCoster:
         if loss_fn is not None and target is MISSING:
             self._loss = lambda output, _: loss_fn(output)
         self._device, self._repeats = device, repeats
-        with random_states_kept(model):
-            self._calls = unit_calls(model, stages, (args, kwargs))
+        self._calls = unit_calls(model, stages, (args, kwargs))
         sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
         self._batch = sizes[0] if sizes else 1
         self._units = cache(self._units_of)

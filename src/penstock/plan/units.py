@@ -7,17 +7,15 @@ operations and bytes, on fake tensors or with data; without it, runs with data a
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -81,7 +79,7 @@ def measure_units(
     home = home_of(model)
     fake = None if repeats else FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        stack.enter_context(random_states_kept(model))
+        stack.enter_context(generators_kept([home]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_left_as_it_was(model))
         stack.enter_context(uncompiled())
@@ -92,7 +90,7 @@ def measure_units(
         loss, target = loss or _sum_up, map_tensors(target, take)
         runs = _Runs(model, calls, call, lambda output: loss(output, target), take)
         try:
-            counts, values = runs.counted(Count(fake))
+            counts, values = runs.counted(Gauge(fake=fake))
         except Exception as error:
             if fake is None or isinstance(error, PenstockError):
                 raise
@@ -100,7 +98,7 @@ def measure_units(
                 f"{failing_module(error) or 'the model'} does not run without data ({type(error).__name__}: "
                 f"{error}), so its costs cannot be predicted; penstock.plan.measure runs it with data"
             ) from error
-        clock = clock_of(home)
+        clock = Gauge(clock_of(home))
         # The first run does not count.
         timed = [runs.timed(clock) for _ in range(repeats + 1 if repeats else 0)][1:]
         # On a GPU, these times hide behind the work launched before.
@@ -214,18 +212,6 @@ def _sum_up(output: Any, target: Any) -> Any:
     return sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
 
 
-@contextmanager
-def random_states_kept(model: nn.Module) -> Iterator[None]:
-    """A context that restores the states of random generators."""
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        with generators_kept([home_of(model)]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-
-
 # ---- one call of a unit, as a stage
 
 
@@ -290,103 +276,47 @@ class Section:
 # ---- gauges
 
 
-class Gauge(Protocol):
-    """Notes what sections do."""
-
-    def __call__(self, section: Section, kind: str) -> AbstractContextManager[Any]:
-        """A context for an action of a section, by its name."""
-
-    def within(self) -> AbstractContextManager[Any]:
-        """A context for what is made for an action."""
-
-    def enter(self, tensor: Tensor, leaves: list[Tensor]) -> Tensor:
-        """What stands in a section for a tensor of another: one without history, and the leaf behind it."""
-
-    def alive(self, memory: Mapping[int, int]) -> int:
-        """How many of these bytes of memory, by its key, are there, if that is counted."""
-
-    @property
-    def live(self) -> int:
-        """The bytes that are there, if they are counted."""
-
-
-@dataclass(frozen=True)
-class Stopwatch:
-    """Times actions.
+class Gauge:
+    """Notes what actions of sections take: by a clock their times; without one their operations and bytes.
 
     Args:
         now: waits until the device has finished its work, and returns the time.
+        fake: the mode of a run without data.
     """
 
-    now: Callable[[], float]
-    live = 0
-
-    @contextmanager
-    def __call__(self, section: Section, kind: str) -> Iterator[None]:
-        """Note the time of the body."""
-        start = self.now()
-        yield
-        section.took[kind] = self.now() - start
-
-    def within(self) -> AbstractContextManager[Any]:
-        """Nothing is special here."""
-        return nullcontext()
-
-    def enter(self, tensor: Tensor, leaves: list[Tensor]) -> Tensor:
-        """The tensor as it enters a stage."""
-        entered: Tensor = enter(tensor, leaves, copies=False)
-        return entered
-
-    def alive(self, memory: Mapping[int, int]) -> int:
-        """Nothing is counted."""
-        return 0
-
-
-def clock_of(home: torch.device) -> Stopwatch:
-    """A clock for work on a device."""
-    if home.type == "cpu":
-        # If a single thread does all the work, the time of other programs need not count.
-        return Stopwatch(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
-
-    def after_all() -> float:
-        wait_for(home)
-        return time.perf_counter()
-
-    return Stopwatch(after_all)
-
-
-class Count:
-    """Counts the operations and bytes of actions.
-
-    Args:
-        fake: the mode of the run without data, if it has none.
-    """
-
-    def __init__(self, fake: FakeTensorMode | None) -> None:
-        self._meter, self._fake = Meter(), fake
+    def __init__(
+        self, now: Callable[[], float] | None = None, fake: FakeTensorMode | None = None
+    ) -> None:
+        self._now, self._fake, self._meter = now, fake, Meter()
 
     @property
     def live(self) -> int:
-        """The bytes that are allocated."""
+        """The bytes that are allocated, if they are counted."""
         return self._meter.live
 
     def alive(self, memory: Mapping[int, int]) -> int:
-        """How many of these bytes are allocated."""
+        """How many of these bytes of memory, by its key, are allocated, if they are counted."""
         return sum(size for key, size in memory.items() if self._meter.allocated(key))
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Count what is allocated in the body."""
+        """Count what is allocated in the body, for an action."""
         with ExitStack() as stack:
             if self._fake is not None:
                 for mode in (self._fake, _Answers(self._fake), FusedAttention()):
                     stack.enter_context(mode)
-            stack.enter_context(self._meter)
+            if self._now is None:
+                stack.enter_context(self._meter)
             yield
 
     @contextmanager
     def __call__(self, section: Section, kind: str) -> Iterator[None]:
-        """Note what the body does."""
+        """Note what the body does, which is an action of a section, by its name."""
+        if self._now is not None:
+            start = self._now()
+            yield
+            section.took[kind] = self._now() - start
+            return
         meter = self._meter
         before, flops, meter.work = meter.live, meter.flops, section.work[kind]
         meter.reset_peak()
@@ -422,7 +352,12 @@ class Count:
                 hook.remove()
 
     def enter(self, tensor: Tensor, leaves: list[Tensor]) -> Tensor:
-        """A copy, whose memory goes when its graph does, and whose gradient is not kept."""
+        """What stands in a section for a tensor of another: one without history, and the leaf behind it.
+
+        Where bytes are counted, a copy, whose memory goes with its graph, and whose gradient is not kept.
+        """
+        if self._now is not None:
+            return cast("Tensor", enter(tensor, leaves, copies=False))
         if tensor.requires_grad:
             # The leaf has hardly any memory of its own, and that is not counted.
             leaves.append(tensor.new_zeros(()).expand(tensor.shape).requires_grad_())
@@ -431,6 +366,19 @@ class Count:
                 return tensor.detach().clone()
             entered: Tensor = cast("Any", _Entered).apply(leaves[-1], tensor.detach())
             return entered
+
+
+def clock_of(home: torch.device) -> Callable[[], float]:
+    """A clock for work on a device."""
+    if home.type == "cpu":
+        # If a single thread does all the work, the time of other programs need not count.
+        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def after_all() -> float:
+        wait_for(home)
+        return time.perf_counter()
+
+    return after_all
 
 
 class _Entered(torch.autograd.Function):
@@ -563,7 +511,7 @@ class _Runs:
                 "measure it without dropping layers"
             )
 
-    def timed(self, clock: Stopwatch) -> list[Mapping[str, float]]:
+    def timed(self, clock: Gauge) -> list[Mapping[str, float]]:
         """The times of the actions of each section; that of F is the mean of two."""
         whole, halves = self.forward(clock), self.forward(clock)
         for section in reversed(halves):
@@ -579,7 +527,7 @@ class _Runs:
             for one, other in zip(whole, halves, strict=True)
         ]
 
-    def counted(self, gauge: Count) -> tuple[list[Section], tuple[ValueCost, ...]]:
+    def counted(self, gauge: Gauge) -> tuple[list[Section], tuple[ValueCost, ...]]:
         """What was counted of each section, and the values between units.
 
         Of sections that are alike, one has a backward, and stands for all of them.
@@ -669,7 +617,7 @@ def _cost(
     )
 
 
-def _spent_once(clock: Stopwatch) -> dict[str, float]:
+def _spent_once(clock: Gauge) -> dict[str, float]:
     """The times of a stage's actions with hardly any work in them."""
     model = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(3)))
     x = torch.ones(1, 1, device="cpu")
