@@ -18,7 +18,7 @@ PAGE = DOCS / "schedules.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 RANKS, MICROBATCHES = 4, 8
 NOTE = "Simulated: F = I = W = 1 unit of one stage, B = 2, messages take no time."
-COMPARED = [name for name, recipe in RECIPES.items() if recipe.trains]
+COMPARED = [name for name in names() if RECIPES[name].trains]
 
 _STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:13px;fill:#222;text-anchor:middle}"

@@ -461,6 +461,37 @@ for _name, _kind, _settings in (
         _name, _kind, _settings, PROMPTS, **SAMPLED, beta=0.0,
         trainer=lambda: {"reward_funcs": rewards},
     )  # fmt: skip
+
+
+def by_an_engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions of an inference engine, which gets the weights before: here a model in each process."""
+    engine: Any = make_model("llama").eval()
+    pipe = getattr(trainer, "pipe", None)
+    if pipe is None:
+        weights = trainer.model.state_dict()
+    else:
+        weights = {name: tensor.clone() for name, tensor in pipe.weights.stream(4096, to="all")}
+    engine.load_state_dict(weights)
+    asked = [trainer.processing_class(text)["input_ids"] for text in prompts]
+    done, logprobs = [], []
+    for place, ids in enumerate(asked):
+        row, of = torch.tensor([ids]), []
+        draws = torch.Generator().manual_seed(1000 * trainer.state.global_step + place)
+        for _ in range(trainer.max_completion_length):
+            with torch.no_grad():
+                chances = engine(row).logits[0, -1].softmax(-1)
+            token = torch.multinomial(chances, 1, generator=draws)
+            of.append(float(chances[token].log()))
+            row = torch.cat([row, token[None]], 1)
+        done.append(row[0, len(ids) :].tolist())
+        logprobs.append(of)
+    return {"prompt_ids": asked, "completion_ids": done, "logprobs": logprobs}
+
+
+add_trl(
+    "GRPO, an engine", trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, **SAMPLED, beta=0.0,
+    trainer=lambda: {"reward_funcs": rewards, "rollout_func": by_an_engine},
+)  # fmt: skip
 add_trl(
     "GRPO, beta and LoRA", trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, **SAMPLED, beta=0.1,
     trainer=lambda: {"reward_funcs": rewards, "peft_config": ADAPTERS["LoRA"]()},

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from penstock.pipeline import SlowWarning as SlowWarning
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
+    from penstock.stage import PairBackward as PairBackward
+    from penstock.stage import PairForward as PairForward
     from penstock.stage import PipelineStage as PipelineStage
 
 __version__ = "0.1.0"

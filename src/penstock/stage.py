@@ -13,8 +13,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
 from penstock.backward import OffloadedForward, PendingGradients, SharedGradients, SplitBackward
 from penstock.backward.nodes import edge_of
+from penstock.backward.passes import seeds_of, shapes_text
 from penstock.errors import SpecError, StageError, UsageError
 
 if TYPE_CHECKING:
@@ -248,6 +250,46 @@ def uncompiled() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+class PairForward(NamedTuple):
+    """The forward of an overlapped pair, for the function that runs both halves.
+
+    Attributes:
+        module: the module of the stage that runs it.
+        args: the positional arguments of the module's forward. For a stage of a model that was cut, the first
+            ones say what the stage plays, and only ``run`` reads them.
+        kwargs: its keyword arguments.
+        run: calls the module with them and returns its output, for functions that do not take it apart.
+    """
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    run: Callable[[], Any]
+
+
+class PairBackward(NamedTuple):
+    """The backward of an overlapped pair: another microbatch's, mostly of another stage of the rank.
+
+    Attributes:
+        module: the module of the stage whose backward it is.
+        outputs: where backward starts: the gradient edge of each tensor that the forward returned and that a
+            gradient came for, or of the loss. ``torch.autograd.backward`` takes edges as it takes tensors.
+        output_grads: a gradient for each, of its shape.
+        inputs: the tensors that require grad among the forward's arguments, in order; they are leaves.
+        run: runs the whole backward as usual, and returns the gradients of ``inputs``.
+    """
+
+    module: nn.Module
+    outputs: Sequence[GradientEdge]
+    output_grads: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    run: Callable[[], Gradients]
+
+
+OverlapFunction: TypeAlias = Callable[[PairForward, PairBackward], tuple[Any, Gradients]]
+"""Runs both halves of an overlapped pair; returns the forward's output and the gradients of the inputs."""
 
 
 class Binding(ABC):
@@ -687,6 +729,23 @@ class PipelineStage:
         pending = self._pending.get(microbatch)
         return pending.weights if isinstance(pending, PendingGradients) else None
 
+    # ---- overlapped pairs
+
+    @property
+    def overlapping(self) -> OverlapFunction | None:
+        """The module's own ``overlapped_forward_backward``; None if it has none.
+
+        Nor has it one while a wrapper must see each call of the module.
+        """
+        return getattr(self._module, OVERLAPPING, None) if not self._reduces_later else None
+
+    def backward_of_pair(self, microbatch: int, output_grads: Gradients) -> PairBackward:
+        """A microbatch's backward, for a function that runs it; arguments as of :meth:`backward`."""
+        roots, leaves = self._take_forward(microbatch)
+        edges, seeds = seeds_of(roots, output_grads)
+        run = partial(self._engine.full, roots, output_grads, leaves)
+        return PairBackward(self._module, edges, cast("list[Tensor]", seeds), leaves, run)
+
     def _lacks(self, what: str, microbatch: int) -> NoReturn:
         raise UsageError(
             f"stage {self.index}: microbatch {microbatch} has no {what} that is still to be used; "
@@ -700,6 +759,52 @@ class PipelineStage:
         self._offloaded.clear()
         self._shared.take()
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
+
+
+def looks_of(value: Any) -> str:
+    """The types and shapes of the tensors in a nested value, and which of them require grad."""
+    return shapes_text(tensors_in(value))
+
+
+OVERLAPPING = "overlapped_forward_backward"
+"""The name of the function with which a stage's module overlaps pairs."""
+
+
+def run_pair(
+    function: OverlapFunction, forward: PairForward, backward: PairBackward
+) -> tuple[Any, Gradients]:
+    """Let a function run an overlapped pair.
+
+    Returns:
+        The forward's output; and a gradient or None for each of the backward's inputs.
+
+    Raises:
+        StageError: the function returned something else.
+    """
+    returned, inputs = function(forward, backward), backward.inputs
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise StageError(
+            f"it returned {shapes_text(returned)}; return the output of the forward, and a list with the "
+            "gradients of backward.inputs"
+        )
+    output, gradients = returned
+    count = len(gradients) if isinstance(gradients, list | tuple) else shapes_text(gradients)
+    if count != len(inputs):
+        raise StageError(
+            f"it returned {count} as gradients of {len(inputs)} backward.inputs; return a list with one, or "
+            "None, for each"
+        )
+    for place, (gradient, leaf) in enumerate(zip(gradients, inputs, strict=True)):
+        alike = isinstance(gradient, Tensor) and (gradient.shape, gradient.dtype) == (
+            leaf.shape,
+            leaf.dtype,
+        )
+        if gradient is not None and not alike:
+            raise StageError(
+                f"it returned {shapes_text(gradient)} as the gradient of backward.inputs[{place}], which is "
+                f"{shapes_text(leaf.detach())}"
+            )
+    return output, [None if gradient is None else gradient.detach() for gradient in gradients]
 
 
 def enter(

@@ -359,7 +359,6 @@ class Lstm(nn.Module):
 @add(
     "packed sequences, packed for each unit",
     lambda: (torch.randn(SAMPLES, 6, D), lengths()),
-    refused=Refusal(PartitionError, "pack_padded_sequence .*runs neither without data"),
 )
 class Packed(Lstm):
     def forward(self, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
@@ -1206,6 +1205,26 @@ class HandsOn(nn.Module):
         hidden, state = self.first(self.embed(tokens))
         hidden, (last, _) = self.second(hidden, state)
         return self.head(hidden + last[-1].unsqueeze(1))
+
+
+@add("a buffer that is made anew where it is too short", words)
+class Grows(nn.Module):
+    """Adds to what units give the distances of tokens, which it keeps for as many as there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, D), nn.Linear(D, 12)
+        self.layers = blocks(2, lambda: nn.Linear(D, D))
+        self.register_buffer("distances", torch.arange(2.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if len(self.distances) < length:
+            self.distances = torch.arange(float(length))
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) - self.distances[:length, None]
+        return self.head(hidden)
 
 
 @dataclass

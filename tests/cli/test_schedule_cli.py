@@ -52,6 +52,19 @@ def test_show_paints_for_a_terminal_whose_user_likes_it(
     assert ("\x1b[" in capsys.readouterr().out) is painted
 
 
+def test_commands_take_a_number_of_slices(capsys: Capture, tmp_path: Path) -> None:
+    size = ("-p", "2", "-m", "3", "--slices", "4")
+    assert run("simulate", "seq1f1b", *size) == 0
+    first, makespan, *_ = capsys.readouterr().out.splitlines()
+    assert first == "Seq1F1B: 2 ranks, 2 stages, 3 microbatches of 4 slices"
+    assert makespan.split() == ["makespan", "9.75"]
+    file = tmp_path / "a.csv"
+    assert run("convert", "seq1f1b", str(file), *size, "--pass", "communication") == 0
+    assert run("validate", str(file)) == 0
+    assert run("show", str(file)) == 0
+    assert "B2.3" in capsys.readouterr().out
+
+
 def test_show_writes_svg_and_trace(tmp_path: Path) -> None:
     svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
     assert run("show", "V-Half", "--svg", str(svg), "--trace", str(trace)) == 0

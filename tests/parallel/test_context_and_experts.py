@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from penstock import Loss, Pipeline
 from penstock.errors import PenstockError, UsageError
+from penstock.plan import predict
 from tests.processes import in_processes
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS, SAMPLES, LENGTH = 40, 8, 12, 4, 8, 12
@@ -252,6 +253,22 @@ def test_a_collective_between_layers_is_refused(group: Any) -> None:
         pytest.raises(PenstockError, match="a collective of torch"),
     ):
         pipe.step(x, target=x)
+
+
+@in_processes(2)
+def test_what_layers_that_communicate_cost_is_predicted_but_not_measured_in_one_process(
+    group: Any,
+) -> None:
+    torch.manual_seed(0)
+    model = Language(group)
+    model.blocks = nn.ModuleList(Attention(group) for _ in range(4))
+    ids, places = torch.zeros(2, LENGTH).long(), torch.arange(LENGTH).expand(2, LENGTH)
+    profile = predict(model, ids, places, target=ids, loss_fn=by_tokens, device="h100")
+    assert sum(unit.forward for unit in profile.at(1).units) > 0
+    options = {"ranks": 2, "loss_fn": by_tokens, "mesh": group}
+    pipe = Pipeline(model, schedule="auto", microbatches=2, **options)
+    with pipe, pytest.raises(UsageError, match=r"communicates .*name a schedule"):
+        pipe.step(ids, places, target=ids)
 
 
 @in_processes(4)

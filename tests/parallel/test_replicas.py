@@ -165,6 +165,58 @@ def test_steps_that_accumulate_may_average_once(group: Any) -> None:
 
 
 @in_processes(4)
+def test_gradients_of_one_replica_are_not_clipped(group: Any) -> None:
+    """Each replica would have a norm of its own, and scale by it."""
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    for how in ("", "ddp", "fsdp"):
+        options: dict[str, Any] = {"wrap": lambda m, _, how=how: wrap(m, how, mesh)} if how else {}
+        with piped(mesh, model_of("plain"), **options) as pipe:
+            pipe.cut(X[half])
+            with pipe.no_sync():
+                pipe.step(X[half], target=Y[half])
+            for measure in (partial(pipe.clip_grad_norm_, 1.0), pipe.weights.grad_norms):
+                with pytest.raises(
+                    UsageError, match=r"inside pipe.no_sync\(\).*after a step outside"
+                ):
+                    measure()
+            pipe.step(X[half], target=Y[half])
+            norms = [torch.empty((), dtype=torch.float64) for _ in range(4)]
+            dist.all_gather(norms, torch.tensor(pipe.clip_grad_norm_(0.1), dtype=torch.float64))
+            assert len({*map(float, norms)}) == 1
+
+
+@in_processes(4)
+def test_gradients_that_wait_for_an_average_can_be_dropped(group: Any) -> None:
+    """As at the end of an epoch; ``fully_shard`` keeps them apart from ``.grad``."""
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    for how in ("ddp", "fsdp", "mixed"):
+        with piped(mesh, model_of("plain"), wrap=lambda m, _, how=how: wrap(m, how, mesh)) as pipe:
+            pipe.cut(X[half])
+            pipe.step(X[half], target=Y[half])
+            expected = gradients_of(pipe)
+            pipe.zero_grad()
+            with pipe.no_sync():
+                pipe.step(Y[half], target=X[half])
+            pipe.zero_grad()
+            pipe.step(X[half], target=Y[half])
+            torch.testing.assert_close(gradients_of(pipe), expected, rtol=0, atol=1e-12)
+
+
+@in_processes(4)
+def test_shared_weights_that_are_sharded_cannot_wait_for_a_later_average(group: Any) -> None:
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    with piped(mesh, model_of("tied"), stages=2, wrap=lambda m, _: wrap(m, "fsdp", mesh)) as pipe:
+        pipe.cut(X[half])
+        with pipe.no_sync(), pytest.raises(UsageError, match="weights that stages share"):
+            pipe.step(X[half], target=Y[half])
+        # It was refused before anything ran.
+        assert pipe.step(X[half], target=Y[half]).finite
+
+
+@in_processes(4)
 def test_what_is_frozen_after_no_sync_is_still_averaged(group: Any) -> None:
     mesh = mesh_of("dp", "pp")
     half = half_of(mesh)
@@ -197,11 +249,12 @@ def accumulated(
         with every, Collectives() as collectives:
             pipe.step(X[half], target=Y[half], accumulate=4)
         counts.append(sum(n for name, n in collectives.counts.items() if "reduce" in name))
-    return {
-        n: whole(p.grad).clone()
-        for n, p in pipe.weights.here.named_parameters()
-        if p.grad is not None
-    }, counts
+    return gradients_of(pipe), counts
+
+
+def gradients_of(pipe: Pipeline) -> dict[str, Tensor]:
+    named = pipe.weights.here.named_parameters()
+    return {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
 
 
 @in_processes(4)

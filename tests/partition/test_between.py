@@ -6,8 +6,10 @@ The programs stand in the catalogue, whose matrix cuts them into four stages.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from tests.catalogue.between import (
     through_all,
 )
 from tests.catalogue.making import Does
+from tests.processes import in_processes
 
 TOLERANCE = 1e-12
 TWO, FOUR = ["l.2"], ["l.1", "l.2", "l.3"]
@@ -176,6 +179,107 @@ def test_calls_that_share_what_a_unit_keeps_are_in_one_stage(empties: bool) -> N
     model = Does(rounds, one=Caches(empties=empties), other=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(PartitionError, match=r"one in stage 1 reads .* one in stage 0 left"):
         piped(model, 2, microbatches=2).step(rows())
+
+
+class Logs(nn.Linear):
+    """Goes by how many entries its list has."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1)
+        return super().forward(x) * len(self.log)
+
+
+def test_a_layer_that_goes_by_its_list_is_called_in_one_stage() -> None:
+    def rounds(m: Any, x: Tensor) -> Tensor:
+        return through_all(m, through_all(m, x))
+
+    def twice_each(m: Any, x: Tensor) -> Tensor:
+        for unit in m.l:
+            x = unit(torch.tanh(unit(x)))
+        return x
+
+    words = (
+        "l.[01] is called in the stages 0 and 1, and changes what it keeps in its attribute 'log'"
+    )
+    refused(words, make(rounds, Logs), stages=2)
+    right(make(twice_each, Logs), microbatches=4)
+
+
+class Meter:
+    """Counts, and does nothing else."""
+
+    count = 0
+
+
+class Borrows(nn.Linear):
+    """Calls a module that it does not hold, and counts in an object of the model."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, gate: Any = None, meter: Any = None) -> Tensor:
+        meter.count += 1
+        return super().forward(x) * (torch.sigmoid(gate(x)) if gate else 1)
+
+
+def borrowing(units: int) -> nn.Module:
+    """A model whose first units are given its gate."""
+
+    def body(m: Any, x: Tensor) -> Any:
+        for place, unit in enumerate(m.l):
+            x = torch.tanh(unit(x, m.gate if place < units else None, m.meter))
+        return x
+
+    model: Any = make(body, Borrows)
+    model.gate, model.meter = nn.Linear(WIDTH, WIDTH).double(), Meter()
+    whole: nn.Module = model
+    return whole
+
+
+def test_units_of_one_stage_may_use_a_module_that_they_are_given() -> None:
+    right(borrowing(2))
+    refused(r"l\.2 in stage 1 uses gate\.\w+, which it does not hold and stage 0 has", borrowing(4))
+
+
+@in_processes(2)
+def test_the_gate_of_another_ranks_units_may_get_batches_of_other_sizes(group: Any) -> None:
+    model: Any = borrowing(2)
+    pipe = penstock.Pipeline(model, ranks=2, microbatches=2, mesh=group, loss_fn=score)
+    losses = [float(pipe.step(rows(samples)).loss) for samples in (4, 6, 8)]
+    plain = borrowing(2)
+    expected = [float(score(plain(rows(samples)))) for samples in (4, 6, 8)]
+    assert losses == pytest.approx(expected, abs=TOLERANCE)
+    assert model.meter.count == 3 * 2 * 2, "what a trial counts is put back"
+
+
+def test_two_pipelines_in_two_threads_leave_torch_as_it_was() -> None:
+    before = vars(nn.Module)["__setattr__"]
+    both, first_ended = threading.Barrier(2, timeout=60), threading.Event()
+
+    def step(is_first: bool) -> None:
+        def body(m: Any, x: Tensor) -> Tensor:
+            m.l[3].factor = 2.0
+            if waits:
+                both.wait()
+                assert is_first or first_ended.wait(60)
+            return through_all(m, x)
+
+        waits = False
+        pipe = piped(make(body))
+        pipe.cut(rows())
+        waits = True
+        pipe.step(rows())
+        if is_first:
+            first_ended.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(step, is_first) for is_first in (True, False)]:
+            done.result(timeout=100)
+    assert vars(nn.Module)["__setattr__"] is before
 
 
 def strict(m: Any, x: Tensor) -> Any:

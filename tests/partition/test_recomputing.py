@@ -43,6 +43,18 @@ def replaces(m: Any, x: Tensor) -> Any:
     return torch.tanh(x)
 
 
+class Count:
+    """Keeps a number."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+
+def counts(m: Any, x: Tensor) -> Any:
+    m.counter.share *= 0.5
+    return torch.tanh(m.lin(x) * m.counter.share)
+
+
 def scales(m: Any, x: Tensor) -> Any:
     """Keeps the scale of its first call, in which it does more."""
     x = m.lin(x)
@@ -75,6 +87,7 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
     "attributes": lambda: Does(
         replaces, lin=linear(), count=0, last=None, seen={"sum": torch.zeros(())}
     ),
+    "a number in an object": lambda: Does(counts, lin=linear(), counter=Count()),
     "an attribute of the first call": lambda: Does(scales, lin=linear()),
     "a codebook": lambda: Does(quantises, lin=linear(), codes=torch.eye(WIDTH)),
     "a table of short rows": lambda: Does(looks_up, table=nn.Embedding(8, WIDTH, max_norm=0.5)),

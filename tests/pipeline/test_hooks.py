@@ -108,6 +108,21 @@ def test_what_a_hook_raises_names_the_action_or_is_raised_by_the_step(text: str,
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_a_hook_on_an_action_may_not_call_the_pipeline() -> None:
+    pipe = make()
+    with (
+        pipe.on("0F0", before=lambda event: pipe.predict(X)),
+        pytest.raises(
+            StageError, match=r"predict was called in the middle of another call.*pipe\.on_step"
+        ),
+    ):
+        pipe.step(X, target=Y)
+    seen: list[float] = []
+    with pipe.on_step(lambda event: seen.append(pipe.evaluate(X, target=Y).loss)):
+        result = pipe.step(X, target=Y)
+    assert seen == pytest.approx([result.loss])
+
+
 def test_what_is_no_hook() -> None:
     pipe: Any = make()
     for wrong in ({}, {"before": "print"}, {"after": 3}):

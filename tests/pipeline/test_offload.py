@@ -96,10 +96,10 @@ class Noting(nn.Module):
         return output
 
 
-def alive(schedule: ps.Schedule) -> list[set[tuple[int, int | None]]]:
+def alive(schedule: ps.Schedule) -> list[set[tuple[int, object]]]:
     """After each action, the stages and microbatches whose forward's own memory is in use."""
     made: list[StorageWeakRef] = []
-    kept: dict[tuple[int, int | None], list[StorageWeakRef]] = {}
+    kept: dict[tuple[int, object], list[StorageWeakRef]] = {}
     history = []
     stages = [
         PipelineStage(nn.Sequential(*[Noting(made) for _ in range(3)]), s, 4) for s in range(4)
@@ -123,7 +123,7 @@ def alive(schedule: ps.Schedule) -> list[set[tuple[int, int | None]]]:
 def test_what_has_left_takes_no_memory_on_the_device(name: str) -> None:
     plain = ps.build(name, ranks=4, microbatches=8)
     moved = ps.offload(plain, keep=3)
-    expected, here = [], set[tuple[int, int | None]]()
+    expected, here = [], set[tuple[int, object]]()
     for stage, op, m, _ in ps.merged(moved):
         here |= {(stage, m)} if op is ps.Op.F else set()
         here -= {(stage, m)} if op in (ps.Op.OFFLOAD, ps.Op.B) else set()

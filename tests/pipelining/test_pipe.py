@@ -19,6 +19,7 @@ from penstock.pipelining import (
     Pipe,
     PipelineStage,
     ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
     SplitPoint,
     pipe_split,
     pipeline,
@@ -92,6 +93,19 @@ def in_place(m: Any, x: Tensor) -> Any:
     return m.d(m.c(second + first) + x)
 
 
+def counts_and_uses(m: Any, x: Tensor) -> Any:
+    """Counts its calls in a buffer, and uses the count in later parts."""
+    m.count += 1.0
+    first = m.a(x)
+    return m.d(m.c(m.b(first) + m.count)) + m.count
+
+
+def counting(run: Callable[..., Any], names: str = "ab", width: int = 4) -> nn.Module:
+    model = Chained(run, names, width)
+    model.register_buffer("count", torch.zeros(()))
+    return model
+
+
 def before(*paths: str) -> dict[str, SplitPoint]:
     return dict.fromkeys(paths, SplitPoint.BEGINNING)
 
@@ -121,6 +135,7 @@ EXAMPLES: dict[str, tuple[Callable[[], Case], dict[str, SplitPoint] | None]] = {
     "marked": (of(Marked, 6, count=2), None),
     "sizes": (of(Named, 3, 4), None),
     "in place": (of(lambda: Chained(in_place, "abcd", 6), 6), before("b", "c", "d")),
+    "counter": (of(lambda: counting(counts_and_uses, "abcd", 6), 6), before("b", "c", "d")),
 }
 """What makes a case, and where its model is cut; None where its code says."""
 
@@ -161,7 +176,9 @@ WORDS = pytest.param("words", marks=pytest.mark.nightly)
 """A model of transformers' kind; by day one of theirs is cut below."""
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet", WORDS, "marked", "in place", "sizes"])
+@pytest.mark.parametrize(
+    "name", ["unet", "resnet", WORDS, "marked", "in place", "sizes", "counter"]
+)
 def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name: str) -> None:
     case = EXAMPLES[name][0]()
     model, expected = case.model, copy.deepcopy(case.model)
@@ -174,7 +191,8 @@ def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name:
     assert sorted(n for n in buffers if "lifted_tensor" not in n) == sorted(
         n for n, _ in model.named_buffers()
     )
-    schedule = ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=loss_of)
+    # A stage sees all microbatches before the next stage sees one.
+    schedule = ScheduleLoopedBFS(stages, CHUNKS, loss_fn=loss_of)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, expected)]
     for _ in range(2):
         losses: list[Tensor] = []
@@ -429,12 +447,6 @@ def counted(model: Any, x: Tensor) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
-def counts() -> nn.Module:
-    model = Chained(counted)
-    model.register_buffer("count", torch.zeros(()))
-    return model
-
-
 IN_B = {"split_spec": before("b")}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unknown path": (
@@ -469,7 +481,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"split_spec": before("b", "c")},
         r"mul_.* in stage 2 changes a value of stage 0 in place",
     ),
-    "a buffer": (counts, IN_B, r"add_.* in stage 1 changes count in place, which stage 0 uses too"),
+    "a buffer": (
+        lambda: counting(counted),
+        IN_B,
+        r"add_.* in stage 1 changes count in place, which stage 0 uses too",
+    ),
 }
 
 

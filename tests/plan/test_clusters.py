@@ -182,6 +182,7 @@ def test_clusters_in_words() -> None:
     [
         ("4xh1000", "", "did you mean 'h100'"),
         ("four h100", "", "ranks='four h100': must be a number of devices"),
+        ("99999999999xh100", "", "at most 1048576 devices"),
         ("2xh100", "0-1=fast", "links='0-1=fast': must be two ranks"),
         ("2xh100", "0-2=1GB/s", "links='0-2=1GB/s': must be of ranks from 0 to 1"),
         ("4xh100", "0-1=1.2.3GB/s", "must be two ranks"),

@@ -97,8 +97,12 @@ def test_a_run_is_planned_by_the_command_or_by_itself(tmp_path: Path, capsys: Ca
     with unimproved():
         assert losses(plan="auto") == pytest.approx(plain, rel=1e-5)
     assert losses(plan=str(plan)) == pytest.approx(plain, rel=1e-5)
+    # The plan says how many ranks there are.
+    assert losses(plan=str(plan), ranks=None) == pytest.approx(plain, rel=1e-5)
     with pytest.raises(ConfigError, match="is for batch=8, but this run has 16"):
         losses(plan=str(plan), batch=16)
+    with pytest.raises(ConfigError, match="is for ranks=2, but this run has 3"):
+        losses(plan=str(plan), ranks=3)
     # The run left a plan and a recorded step, from which it is planned again.
     run = max(tmp_path.glob("run*/plan.json")).parent
     asked = ["plan", "--corrected", str(run), "--seconds", "0", "--keep", "1"]

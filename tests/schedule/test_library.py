@@ -25,6 +25,7 @@ from penstock.schedule import (
     unregister,
     validate,
 )
+from penstock.schedule.action import microbatch_of
 from penstock.schedule.library import RECIPES, find
 from penstock.schedule.library.schedules import gpipe
 
@@ -153,7 +154,7 @@ def test_weight_gradients_come_in_microbatch_order(name: str) -> None:
         for rank in range(p):
             ends = [a for a in built.actions(rank) if a.op in (Op.W, Op.B)]
             for stage in built.placement.stages_on(rank):
-                order = [a.microbatch or 0 for a in ends if a.stage == stage]
+                order = [microbatch_of(a) or 0 for a in ends if a.stage == stage]
                 assert all(first < second for first, second in pairwise(order))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import UsageError
@@ -14,6 +16,7 @@ from penstock.schedule import (
     Schedule,
     add_communication,
     build,
+    costs_of,
     looped,
     offload,
     prefetch,
@@ -114,6 +117,16 @@ def test_what_recurs_runs_each_time_anew() -> None:
     assert gathered == sorted(set(gathered))
 
 
+def test_a_timeline_tells_pairs_that_overlapped_from_those_that_ran_in_turn() -> None:
+    made = build("DualPipeV", ranks=2, microbatches=6)
+    overlap = [1.0, 0.0, 0.5, 0.25]
+    costs = Costs(forward=[1, 2, 3, 4], input=2, weight=[1, 3, 1, 2], overlap=overlap)
+    line = simulate(made, costs).timeline
+    assert {pair.forward.stage for pair in line.overlapped} == {0, 2, 3}
+    assert costs_of(4, line).overlap == pytest.approx(overlap)
+    assert costs_of(4, line).per_stage("forward", 4) == [1, 2, 3, 4]
+
+
 def test_memory_over_time() -> None:
     ran = simulate(schedule("0F0 0F1 0I0 0W0 0B1", microbatches=2), Costs(activation=4, stash=3))
     assert ran.memory(0) == [(0, 4), (1, 8), (3, 7), (4, 4), (6, 0)]
@@ -127,6 +140,8 @@ def test_an_overlapped_pair_hides_a_share_of_its_shorter_half() -> None:
     assert simulate(overlapped).makespan == 6
     assert simulate(overlapped, Costs(overlap=0.5)).makespan == 5.5
     assert simulate(overlapped, Costs(overlap=1)).busy == (5,)
+    with pytest.raises(UsageError, match="overlap has 2 numbers for 1 stages"):
+        simulate(overlapped, Costs(overlap=[1, 1]))
     # The end of a forward and the start of its backward are one time, however that is rounded.
     odd = Costs(forward=[0.67, 0.62], input=[2.99, 0.85], weight=[2.81, 1.41])
     ran = simulate(build("DualPipeV", ranks=1, microbatches=3), odd)
@@ -134,11 +149,18 @@ def test_an_overlapped_pair_hides_a_share_of_its_shorter_half() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"forward": -1}, {"latency": float("nan")}, {"bandwidth": 0}, {"overlap": 2}]
+    "bad",
+    [
+        {"forward": -1},
+        {"latency": float("nan")},
+        {"bandwidth": 0},
+        {"overlap": 2},
+        {"overlap": [0, -1]},
+    ],
 )
-def test_impossible_costs_are_refused(bad: dict[str, float]) -> None:
+def test_impossible_costs_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
-        Costs(**bad)  # type: ignore[arg-type]  # a dict of one float fits any of them
+        Costs(**bad)
 
 
 def test_measured_durations_are_replayed_on_a_clock_a_rank() -> None:

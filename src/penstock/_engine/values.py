@@ -323,25 +323,6 @@ def _place(
         _place(child, (*at, key), add, containers)
 
 
-def located(value: Any) -> dict[Place, Tensor]:
-    """The tensors of a value by their places, in order."""
-    return {place: leaf for place, leaf in leaves_in(value) if isinstance(leaf, Tensor)}
-
-
-def plain_in(value: Any) -> list[bool | float | str]:
-    """The plain values of a value, in order."""
-    return [leaf for _, leaf in leaves_in(value) if type(leaf) in (bool, int, float, str)]
-
-
-def opaque_in(value: Any) -> dict[Place, Any]:
-    """The objects in a value that are not taken apart, such as caches, by their places."""
-    return {
-        place: leaf
-        for place, leaf in leaves_in(value)
-        if not isinstance(leaf, Tensor) and type(leaf) not in _ATOMS
-    }
-
-
 class Items(NamedTuple):
     """A container one level apart.
 

@@ -59,7 +59,6 @@ class _Part(BaseModel):
 
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Number = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
 
 

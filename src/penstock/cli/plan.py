@@ -125,6 +125,9 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         raise ConfigError("--efficiency is of a device to predict for; give its name as --device")
     limit = None if memory is None else size_from(memory)
     count, machines = _cluster_of(ranks, links, cluster)
+    old = None if corrected is None else planning.Plan.from_json(read_text(corrected / "plan.json"))
+    if old is not None and count is None:
+        count = old.ranks
     measures = machines is None or (config is not None and cluster is not None)
     described = None if measures or machines is None else machines.devices[0]
     if device is not None:
@@ -161,7 +164,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
             stages=count,
         )
     asked |= {"batch": batch, "pipeline": pipeline, "cluster": machines}
-    plans = _plans(profile, corrected, asked | {"ranks": count})
+    plans = _plans(profile, old, corrected, asked | {"ranks": count})
     write(report, plans.report)
     write_text(json, lambda: plans[0].to_json() + "\n")
 
@@ -189,14 +192,16 @@ def _cluster_of(
 
 
 def _plans(
-    profile: Callable[[], planning.Profile], run: Path | None, asked: dict[str, Any]
+    profile: Callable[[], planning.Profile],
+    old: planning.Plan | None,
+    run: Path | None,
+    asked: dict[str, Any],
 ) -> planning.Plans:
-    """The best plans, which are printed; with a run folder, from the step that is recorded in it."""
-    if run is None:
+    """The best plans, which are printed; with a plan that ran, from the step that its run has recorded."""
+    if old is None or run is None:
         plans = planning.search(profile, **asked)
         typer.echo(str(plans))
         return plans
-    old = planning.Plan.from_json(read_text(run / "plan.json"))
     timeline = schedules.Timeline.from_chrome_trace(read_text(run / "timeline.json"))
     fixed = {name: value for name, value in asked.items() if value is not None and name != "ranks"}
     again = planning.plan_again(profile(), old, timeline, **fixed)

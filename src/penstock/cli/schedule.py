@@ -58,6 +58,10 @@ Microbatches = Annotated[
     typer.Option("--microbatches", "-m", help="Default: twice the ranks.", rich_help_panel=SHAPE),
 ]
 Stages = Annotated[int | None, typer.Option("--stages-per-rank", "-v", rich_help_panel=SHAPE)]
+Slices = Annotated[
+    int | None,
+    typer.Option("--slices", help="Of sequences, for Seq1F1B.", rich_help_panel=SHAPE),
+]
 Forward = Annotated[
     str,
     typer.Option(help="Time of F: a number, or one per stage: 1,2,1,2.", rich_help_panel=COSTS),
@@ -71,10 +75,15 @@ Latency = Annotated[float, typer.Option(help="Time of a message.", rich_help_pan
 
 
 def _schedule_from(
-    source: str, ranks: int | None, microbatches: int | None, stages: int | None
+    source: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    slices: int | None = None,
 ) -> ps.Schedule:
     """Read a schedule from a file, or build a named one in some size."""
     sizes = {"--ranks": ranks, "--microbatches": microbatches, "--stages-per-rank": stages}
+    sizes["--slices"] = slices
     if _is_file(source):
         flags = ", ".join(flag for flag, size in sizes.items() if size is not None)
         if flags:
@@ -82,12 +91,14 @@ def _schedule_from(
         return ps.load(source)
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches
-    if ranks * microbatches * (stages or 1) > DEFAULT.actions:
+    if ranks * microbatches * (stages or 1) * (slices or 1) > DEFAULT.actions:
         raise UsageError(
             f"ranks={ranks}, microbatches={microbatches}: more than {DEFAULT.actions} actions; "
             "try smaller numbers"
         )
-    return ps.build(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
+    return ps.build(
+        source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages, slices=slices
+    )
 
 
 def _is_file(source: str) -> bool:
@@ -131,6 +142,7 @@ def show(  # noqa: PLR0913 - one parameter for each flag
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
+    slices: Slices = None,
     forward: Forward = "1",
     input: Input = "1",
     weight: Weight = "1",
@@ -150,7 +162,7 @@ def show(  # noqa: PLR0913 - one parameter for each flag
 ) -> None:
     """Draw a schedule: in the terminal, as SVG, or as a Chrome trace."""
     costs = _costs(forward, input, weight, backward, latency)
-    schedule = _schedule_from(source, ranks, microbatches, stages_per_rank)
+    schedule = _schedule_from(source, ranks, microbatches, stages_per_rank, slices)
     timeline = _simulated(source, schedule, costs).timeline
     typer.echo(_title(schedule))
     typer.echo(ps.draw_text(timeline, width=width or _width(), colour=_in_colour()))
@@ -165,9 +177,12 @@ def validate(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
+    slices: Slices = None,
 ) -> int:
     """Prove that a schedule completes, or say why it does not."""
-    return _report(ps.validate(_schedule_from(source, ranks, microbatches, stages_per_rank)))
+    return _report(
+        ps.validate(_schedule_from(source, ranks, microbatches, stages_per_rank, slices))
+    )
 
 
 @app.command()
@@ -176,6 +191,7 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
+    slices: Slices = None,
     forward: Forward = "1",
     input: Input = "1",
     weight: Weight = "1",
@@ -184,7 +200,9 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 ) -> None:
     """Run a schedule on simulated clocks: times, bubbles, memory, and what the ranks wait for."""
     costs = _costs(forward, input, weight, backward, latency)
-    ran = _simulated(source, _schedule_from(source, ranks, microbatches, stages_per_rank), costs)
+    ran = _simulated(
+        source, _schedule_from(source, ranks, microbatches, stages_per_rank, slices), costs
+    )
     typer.echo(_title(ran.schedule))
     typer.echo(f"makespan              {ran.makespan:g}")
     typer.echo(f"bubble                {_percent(ran.bubble)}")
@@ -204,13 +222,14 @@ def convert(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
+    slices: Slices = None,
     apply: Annotated[
         list[str] | None,
         typer.Option("--pass", help=f"Apply a pass first: {', '.join(PASSES)}; may be repeated."),
     ] = None,
 ) -> int:
     """Write a schedule to a .csv or .json file, after passes; one that cannot complete is refused."""
-    schedule = _schedule_from(source, ranks, microbatches, stages_per_rank)
+    schedule = _schedule_from(source, ranks, microbatches, stages_per_rank, slices)
     for name in apply or ():
         if name not in PASSES:
             raise UsageError(f"--pass={name}: must be one of {', '.join(PASSES)}")
@@ -297,7 +316,8 @@ def _report(report: ps.Report) -> int:
 
 def _title(schedule: ps.Schedule) -> str:
     sizes = f"{schedule.ranks} ranks, {schedule.stages} stages"
-    return f"{schedule.name}: {sizes}, {schedule.microbatches} microbatches"
+    slices = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
+    return f"{schedule.name}: {sizes}, {schedule.microbatches} microbatches{slices}"
 
 
 def _percent(share: float) -> str:

@@ -48,7 +48,7 @@ except ImportError as error:
         "penstock.integrations.lightning needs Lightning: pip install 'penstock-pipeline[lightning]'"
     ) from error
 
-from penstock.integrations.steps import LightningStep, StepLog, described, loss_in
+from penstock.integrations.steps import LightningStep, StepLog, described, loss_in, samples_in
 
 logger = logging.getLogger("penstock")
 
@@ -156,8 +156,9 @@ class _OnPipeline(nn.Module):
                 *args, trains=trains, outputs=True, **kwargs
             )
             self._check(*args, **kwargs)
+        samples = samples_in(args, kwargs) if self._weighs else round(result.weight)
         with torch.set_grad_enabled(trains):
-            rest = self._log.pass_on(output["rest"], result)
+            rest = self._log.pass_on(output["rest"], result, samples)
         if self._log.returned is None:
             return rest
         return {"loss": loss, **(rest or {})} if issubclass(self._log.returned, Mapping) else loss

@@ -142,8 +142,8 @@ class StepLog:
                 )
         return unflatten(leaves, tree)
 
-    def pass_on(self, outputs: Any, result: StepResult) -> Any:
-        """Log the numbers of the whole batch; return what the step returned besides its loss."""
+    def pass_on(self, outputs: Any, result: StepResult, samples: int) -> Any:
+        """Log the numbers of a batch of so many samples; return what the step returned besides its loss."""
         leaves, tree = flatten(outputs)
         for place, leaf in enumerate(leaves):
             value = result.losses.get(f"{_KEPT}{place}")
@@ -151,9 +151,8 @@ class StepLog:
                 leaves[place] = torch.tensor(value, device="cpu")
         module: Any = self._module
         for name, options in self._logged.items():
-            # So an epoch's value is the mean over all its samples, also those of replicas.
-            number = result.losses[_LOGGED + name]
-            module.log(name, number, **options, batch_size=round(result.weight))
+            # Over an epoch Lightning weighs the values of batches by their samples, whatever the loss counts.
+            module.log(name, result.losses[_LOGGED + name], **options, batch_size=samples)
         return unflatten(leaves, tree)
 
 
@@ -220,8 +219,13 @@ class LightningStep(nn.Module):
         rest = output
         if is_loss:
             rest = {k: v for k, v in output.items() if k != "loss"} if output is not loss else None
-        rows = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.dim()), 0)
+        rows = samples_in(args, kwargs)
         return {"loss": loss if is_loss else None, "rest": log.leaving(rest, rows)}
+
+
+def samples_in(args: Any, kwargs: Any) -> int:
+    """The samples that a step is called with: the rows of its first tensor."""
+    return next((t.shape[0] for t in tensors_in((args, kwargs)) if t.dim()), 0)
 
 
 def _lengths(module: nn.Module) -> dict[str, int]:

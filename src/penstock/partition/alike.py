@@ -118,7 +118,7 @@ class Answer(NamedTuple):
             line.marks[id(tensor)] = mine
         line.result = with_leaves(known.result, lambda leaf: leaves.get(leaf, leaf))
         line.work, line.flops, line.nbytes = known.work, known.flops, known.nbytes
-        line.varies = self.varies
+        line.varies, line.moves = self.varies, known.moves
 
 
 def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:

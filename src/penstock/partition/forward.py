@@ -14,7 +14,13 @@ from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import Memo
-from penstock.partition.interception import Interceptor, Run, intercepted, others_seen
+from penstock.partition.interception import (
+    Interceptor,
+    Run,
+    attributes_told,
+    intercepted,
+    others_seen,
+)
 from penstock.partition.kept import Kept, replaced
 from penstock.partition.names import FakeTensor
 from penstock.partition.score import Line, Score
@@ -41,7 +47,6 @@ class Forward(ScoreTree):
     ) -> None:
         super().__init__(model, units, memo)
         self.forward = forward
-        self._writer: Writer | None = None
         self._open_interceptors: list[Interceptor] = []
         self._open: dict[str, nn.Module] = {}
 
@@ -157,28 +162,12 @@ class Forward(ScoreTree):
             and not (module.training or torch.is_grad_enabled())
         ]
         try:
-            with intercepted(self._open_interceptors, _unanswered, self._open), self._sets_noted():
+            with intercepted(self._open_interceptors, _unanswered, self._open), attributes_told():
                 yield
         finally:
             self._open_interceptors, self._open, self._settings = [], {}, ()
             for hook in padded:
                 hook.remove()
-
-    @contextmanager
-    def _sets_noted(self) -> Iterator[None]:
-        """Tell the writer which attributes of units the author's code sets."""
-        set_plainly = nn.Module.__setattr__
-
-        def set_noted(module: nn.Module, name: str, value: Any) -> None:
-            set_plainly(module, name, value)
-            if self._writer is not None and id(module) in self.unit_of:
-                self._writer.has_set(self.unit_of[id(module)], module, name)
-
-        nn.Module.__setattr__ = set_noted  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.__setattr__ = set_plainly  # type: ignore[method-assign]
 
     def _check_padding(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Refuse PyTorch's encoders that drop padding with nested tensors, if their layers are units."""
@@ -209,15 +198,12 @@ class Forward(ScoreTree):
                 stack.enter_context(intercepted(inner, writer.counted))
             stack.enter_context(others_seen(writer))
             stack.enter_context(writer)
-            self._writer = writer
             try:
                 output: Any = self.forward(*args, **kwargs)
             except Exception as error:
                 if writer.refused:
                     raise writer.refused[0] from None
                 raise writer.explained(error) from error
-            finally:
-                self._writer = None
             for interceptor in self._open_interceptors:
                 interceptor.call = _unanswered
         if writer.refused:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition.names import PROPERTIES, Operations
+from penstock.partition.names import PROPERTIES, Operations, pack, pad
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -79,6 +79,24 @@ def name_of(function: Any) -> str:
         name = getattr(getattr(function, "__self__", None), "__name__", name)
     return str(name)
 
+
+# ---- calls with a result that depends on the lengths of sequences alone
+
+
+def packed(data: Tensor, *lengths_and_order: Any) -> Tensor:
+    """The rows of a batch of sequences, one after the other, as ``pack_padded_sequence`` makes them."""
+    rows: Tensor = pack(data, *lengths_and_order)[0]
+    return rows
+
+
+def padded(data: Tensor, *lengths_and_order: Any) -> Tensor:
+    """The sequences of such rows, padded to one length, as ``pad_packed_sequence`` makes them."""
+    sequences: Tensor = pad(data, *lengths_and_order)[0]
+    return sequences
+
+
+BY_LENGTHS: dict[Any, Any] = {pack: packed, pad: padded}
+"""Functions of data and lengths, with what gives their first result; the second one needs no data."""
 
 # ---- calls that need only the shape of an argument
 

@@ -102,17 +102,20 @@ BETWEEN = ":between"
 """Stands for a unit's path where the author's code draws between units."""
 
 
-# ---- custom functions and checkpoints
+# ---- custom functions, checkpoints, and attributes that are set
 
 
 class Listener(Protocol):
-    """Answers for custom functions and checkpoints."""
+    """Answers for custom functions and checkpoints, and is told of attributes."""
 
     def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
         """Answer for a custom function."""
 
     def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
         """Answer for a checkpoint ``run``, whose arguments are a function and that function's arguments."""
+
+    def has_set(self, module: nn.Module, name: str) -> None:
+        """Hear of an attribute of a module that was set."""
 
 
 _APPLY: Any = vars(Function)["apply"]
@@ -135,60 +138,94 @@ class _Heard(threading.local):
     listener: Listener | None = None
 
 
-class _Watch:
-    """Takes over custom functions and checkpoints for as long as any thread has a listener."""
+_heard = _Heard()
 
-    def __init__(self) -> None:
-        self._lock, self._count = threading.Lock(), 0
-        self._heard = _Heard()
+
+class _Patched:
+    """A patch of torch's classes, for as long as any thread needs it.
+
+    Args:
+        patch: makes it, and returns a function that takes it back.
+    """
+
+    def __init__(self, patch: Callable[[], Callable[[], None]]) -> None:
+        self._patch, self._lock, self._count = patch, threading.Lock(), 0
 
     @contextlib.contextmanager
-    def listens(self, listener: Listener) -> Iterator[None]:
-        """Let a listener answer in this thread."""
-        before = self._heard.listener
+    def __call__(self) -> Iterator[None]:
         with self._lock:
             self._count += 1
             if self._count == 1:
-                self._install()
-        self._heard.listener = listener
+                self._take_back = self._patch()
         try:
             yield
         finally:
-            self._heard.listener = before
             with self._lock:
                 self._count -= 1
                 if not self._count:
-                    self._restore()
+                    self._take_back()
 
-    def _install(self) -> None:
-        self._before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
-        heard, plain = self._heard, self._before[1] or _CHECKPOINT
 
-        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-            # Up to torch 2.13 it is a classmethod, later a builtin one; both are descriptors.
-            run, listener = _APPLY.__get__(None, function), heard.listener
-            if listener is None:
-                return run(*args, **kwargs)
-            return listener.applied(function, run, args, kwargs)
+def _patch_functions() -> Callable[[], None]:
+    """Let the listener answer for custom functions and checkpoints."""
+    before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
+    plain = before[1] or _CHECKPOINT
 
-        def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            listener = heard.listener
-            if listener is None:
-                return plain(*args, **kwargs)
-            options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
-            return listener.checkpointed(_CHECKPOINT, args, kwargs, options)
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        # Up to torch 2.13 it is a classmethod, later a builtin one; both are descriptors.
+        run, listener = _APPLY.__get__(None, function), _heard.listener
+        if listener is None:
+            return run(*args, **kwargs)
+        return listener.applied(function, run, args, kwargs)
 
-        Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-        setattr(_CHECKPOINT, _SWITCH, checkpoint)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        listener = _heard.listener
+        if listener is None:
+            return plain(*args, **kwargs)
+        options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+        return listener.checkpointed(_CHECKPOINT, args, kwargs, options)
 
-    def _restore(self) -> None:
+    def take_back() -> None:
         # To torch, None means not set.
-        Function.apply, switch = self._before  # type: ignore[method-assign]
+        Function.apply, switch = before  # type: ignore[method-assign]
         setattr(_CHECKPOINT, _SWITCH, switch)
 
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    setattr(_CHECKPOINT, _SWITCH, checkpoint)
+    return take_back
 
-others_seen = _Watch().listens
-"""A context, ``others_seen(listener)``, in which it answers for what this thread calls of them."""
+
+def _patch_attributes() -> Callable[[], None]:
+    """Tell the listener of attributes."""
+    plain = nn.Module.__setattr__
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        plain(module, name, value)
+        if _heard.listener is not None:
+            _heard.listener.has_set(module, name)
+
+    def take_back() -> None:
+        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    return take_back
+
+
+_functions_patched = _Patched(_patch_functions)
+attributes_told = _Patched(_patch_attributes)
+"""A context in which listeners are told of attributes. To enter it costs a millisecond."""
+
+
+@contextlib.contextmanager
+def others_seen(listener: Listener) -> Iterator[None]:
+    """A context in which a listener answers for the custom functions and checkpoints of this thread."""
+    before = _heard.listener
+    with _functions_patched():
+        _heard.listener = listener
+        try:
+            yield
+        finally:
+            _heard.listener = before
 
 
 # ---- what a run without data leaves alone in the whole process
@@ -299,6 +336,9 @@ class Seeded(TorchFunctionMode):
     def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
         """Run a custom function; as inside a unit, its draws are not seen one by one."""
         return run(*args, **kwargs)
+
+    def has_set(self, module: nn.Module, name: str) -> None:
+        """Attributes are the module's business here."""
 
     def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
         """Run a checkpoint, and seed its recomputation again."""

@@ -47,6 +47,7 @@ class Kept:
 
     def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
         self._things: dict[int, tuple[Any, Any]] = {}
+        self._through: dict[int, str] = {}
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._code: set[int] = set()
@@ -61,7 +62,9 @@ class Kept:
                 self._things[id(table)] = table, dict(table)
             for name, value in state.items():
                 if name not in REGISTRIES:
+                    known = len(self._things)
                     self._look(value, 1)
+                    self._through |= dict.fromkeys(list(self._things)[known:], name)
             for kind in type(module).__mro__:
                 if not _is_of_library(kind.__module__):
                     self._look_at_class(kind)
@@ -141,11 +144,14 @@ class Kept:
             if not isinstance(value, Tensor):
                 self._look(value, depth + 1)
 
-    def restore(self, stays: Callable[[Any, Any], bool] = lambda thing, before: False) -> None:
+    def restore(self, stays: Callable[[Any, Any], bool] = lambda thing, before: False) -> str:
         """Put back what has changed.
 
         Args:
             stays: whether a container or object, which is given with what it held, is let be for now.
+
+        Returns:
+            the name of a module's attribute in whose containers or objects something has changed.
         """
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
@@ -161,9 +167,13 @@ class Kept:
             for tensor, version, copy in self._tensors.values():
                 if tensor._version != version:
                     tensor.copy_(copy)
-        for thing, before in self._things.values():
-            if is_changed(thing, before) and not stays(thing, before):
-                put_back(thing, before)
+        moved = ""
+        for key, (thing, before) in self._things.items():
+            if is_changed(thing, before):
+                moved = moved or self._through.get(key, "")
+                if not stays(thing, before):
+                    put_back(thing, before)
+        return moved
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -51,6 +51,10 @@ Operation, Operations = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 """An operation of the dispatcher, and all of a name."""
 without_functions: Any = torch._C.DisableTorchFunction
 """A context, without arguments, in which function modes and subclasses see no function."""
+pack: Any = torch._VF._pack_padded_sequence
+"""What ``nn.utils.rnn.pack_padded_sequence`` calls: gives rows and their counts."""
+pad: Any = torch._VF._pad_packed_sequence
+"""What ``nn.utils.rnn.pad_packed_sequence`` calls: gives sequences and their lengths."""
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Tells whether a transform of torch.func, such as vmap, has wrapped a tensor."""
 level_of_transforms = torch._C._functorch.maybe_current_level

@@ -408,11 +408,26 @@ class _Planner:
                 "by naming the module that contains it in stages="
             )
         drawn: dict[int, tuple[Line, int]] = {}
+        first: dict[Any, int] = {}
         for line, stage in zip(self._lines, self._owners.stages, strict=True):
+            if line.moves and first.setdefault(line.what, stage) != stage:
+                raise PartitionError(
+                    f"{line.name} is called in the stages {first[line.what]} and {stage}, and changes what "
+                    f"it keeps in its attribute {line.moves!r}: they would do so in another order than the "
+                    "model. Place a module that makes all of these calls as a whole, by naming it in "
+                    "stages=, or keep that in a module that one stage has"
+                )
             for number in sorted(line.reads, key=str):
                 if number[0] == BATCH:
                     continue
                 holders = self._owners.holders(number)
+                if number in line.borrowed and stage not in holders:
+                    raise PartitionError(
+                        f"{line.where}: {line.name} in stage {stage} uses {number}, which it does not "
+                        f"hold and stage {min(holders)} has; make the module of this weight a part of "
+                        f"{line.name} (one module may be a part of several), or call it in the model's "
+                        "forward and pass on what it gives"
+                    )
                 source = min(holders, default=stage)
                 made = self._shown.get(number)
                 if stage not in holders and made is not None and not isinstance(made, Tensor):

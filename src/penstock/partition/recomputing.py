@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -111,10 +112,20 @@ class _Copies:
 
 
 def _state(unit: nn.Module) -> Iterator[tuple[_Holder, str, Any]]:
-    """What a unit and its parts keep, but for parameters: where, by which name, and the value."""
+    """What a unit and its parts keep, but for parameters: where, by which name, and the value.
+
+    Of objects in their attributes, such as a counter that layers share, the numbers.
+    """
+    objects: dict[int, _Holder] = {}
     for holder in chain.from_iterable((part._buffers, vars(part)) for part in unit.modules()):
         for name, value in holder.items():
             if name not in REGISTRIES:
+                yield holder, name, value
+                if hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE):
+                    objects[id(value)] = vars(value)
+    for holder in objects.values():
+        for name, value in holder.items():
+            if isinstance(value, int | float):
                 yield holder, name, value
 
 
@@ -129,6 +140,7 @@ def _copy_of(value: Any, copies: _Copies) -> Any:
     return map_tensors(value, copies) if isinstance(value, _SEARCHED) else value
 
 
+_WITHOUT_STATE = Tensor, type, FunctionType, ModuleType, nn.Module
 _SEARCHED = Tensor, tuple, list, dict
 
 

@@ -76,6 +76,8 @@ class Line:
         varies: whether numbers decide the shapes of what it gives.
         decides: whether it reads numbers, on which the author's code may then depend.
         foreign: the lines of which it has read what they left outside of its arguments.
+        borrowed: the weights among its reads that it has used though the unit does not hold them.
+        moves: the unit's attribute whose list, dictionary or object it has changed; empty if there is none.
         generators: the model's generators from which it draws.
         checked: whether a stage has compared what it made with the placeholders.
         simple: whether it gives one value, and changes and leaves nothing else.
@@ -116,6 +118,8 @@ class Line:
     varies: bool = False
     decides: bool = False
     foreign: set[int] = field(default_factory=set)
+    borrowed: frozenset[str] = frozenset()
+    moves: str = ""
     generators: list[torch.Generator] = field(default_factory=list)
     checked: bool = False
     simple: bool = False

@@ -37,6 +37,7 @@ class ScoreTree:
         self.mode = Fakes(allow_non_fake_inputs=True)
         self.metadata: set[Any] = set()
         self.by_numbers: set[Any] = set()
+        self.borrowed = dict[str, frozenset[str]]()
         self.roots: dict[Any, Line] = {}
         self.lines = 0
         self.modules = list(model.modules())
@@ -218,8 +219,17 @@ class ScoreTree:
         ]
         return [self.weights[id(t)] for t in tensors if id(t) in self.weights]
 
-    def stand_ins(self, module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-        """Fake tensors in place of a module's parameters and buffers."""
+    def lent(self, path: str) -> frozenset[str]:
+        """The weights that a unit was seen to use though it does not hold them."""
+        return self.borrowed.get(path, frozenset())
+
+    def stand_ins(self, path: str, module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+        """Fake tensors in place of a unit's parameters and buffers, and of weights that it has borrowed.
+
+        These may be placeholders now, on which no operation runs.
+        """
+        for name in self.lent(path):
+            yield *self._places[name], self.twin(self.tensors[name])
         for part in module.modules():
             if isinstance(part, torch.jit.ScriptModule):
                 continue

@@ -119,6 +119,8 @@ class Trial:
             t[1] for of in templates for t in leaves_of(of, inside=False) if t[0] is VALUE
         }
         self._hidden = {leaf[1] for leaf in leaves if leaf[0] is VALUE} - self._direct
+        self._fixed = [t[2] for t in leaves if t[0] is CONST and id(t[2]) in self._tree.fixed]
+        self._borrowed = set[str]()
         places = [leaf[1] for leaf in leaves if leaf[0] is GIVEN]
         reals: dict[int, Tensor] = {
             place: given[place] for place in places if isinstance(given[place], Tensor)
@@ -160,6 +162,7 @@ class Trial:
     def find_out(self) -> Any:
         """Note in the line what it does; returns ``IS_LINE``, or what a function of shapes alone gave."""
         line, given, writer, values = self._line, self._given, self._writer, self._values
+        tree = self._tree
         alike, shelf = self._alike, {id(values[number]): number for number in self._hidden}
         before = writer.work.counts
         if line.unit:
@@ -177,7 +180,14 @@ class Trial:
             if not acts and not tensors_in(output):
                 self._tree.metadata.add(line.what)
                 return output
-        line.reads = frozenset(self._direct | {n for key, n in shelf.items() if key in self.used})
+        lent = {
+            name for name in tree.lent(line.what) if id(tree.twin(tree.tensors[name])) in self.used
+        }
+        line.borrowed = frozenset((self._borrowed | lent) - self._direct)
+        if line.borrowed:
+            tree.borrowed[line.what] = tree.lent(line.what) | line.borrowed
+        used = {n for key, n in shelf.items() if key in self.used}
+        line.reads = frozenset(self._direct | used | line.borrowed)
         line.varies = self._needs_data or writer.varies(line)
         line.foreign |= self.foreign
         if not line.unit:
@@ -274,13 +284,13 @@ class Trial:
     @contextmanager
     def _left_alone(self) -> Iterator[None]:
         """Fake tensors in place of the unit's weights; whatever its code keeps is put back."""
-        parts = list(self._unit.modules())
+        line, parts = self._line, list(self._unit.modules())
         with ExitStack() as stack:
             stack.enter_context(alone_and_silent())
-            kept = Kept(parts)
+            kept = Kept(parts, self._fixed)
             # Dynamo cannot compile on fake tensors, and would not try again on real ones.
             stack.enter_context(uncompiled())
-            stack.enter_context(replaced(self._tree.stand_ins(self._unit)))
+            stack.enter_context(replaced(self._tree.stand_ins(line.what, self._unit)))
             attributes = [(part, dict(vars(part))) for part in parts]
             weights = [
                 (at, name, tensor, _version(tensor))
@@ -294,6 +304,8 @@ class Trial:
             self._own = {storage_key(t) for t in fakes if not getattr(t, "_is_param", False)}
             numbers = self._writer.numbers
             self._arguments |= {storage_key(one) for one in fakes if id(one) not in numbers}
+            lent = [self._tree.twin(self._tree.tensors[n]) for n in self._tree.lent(line.what)]
+            self._arguments |= {*map(storage_key, lent)}
             for hooks in (of for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)):
                 for key in [key for key, hook in hooks.items() if _is_distributed(hook)]:
                     del hooks[key]  # it gathers weights
@@ -315,7 +327,7 @@ class Trial:
                     self._writer.at_end(put_back, thing, before)
                     return True
 
-                kept.restore(stays)
+                self._line.moves = kept.restore(stays)
 
     def _note_attributes(self, before: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
         """Note the attributes that the unit has set in its modules, which had others before."""
@@ -394,6 +406,8 @@ class Trial:
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the call, and note what it reads, makes and costs."""
+        if self._line.unit and any(id(t) in self._tree.weights for t in tensors_in((args, kwargs))):
+            args, kwargs = map_tensors((args, kwargs), self._borrow)
         self._note_reads(args, kwargs)
         if self._on_numbers and func.namespace in COLLECTIVES:
             return self._unsent(func, args, kwargs)
@@ -412,6 +426,17 @@ class Trial:
                     self._made.append(weakref.ref(tensor))
         self._writer.work.add(func, args, kwargs, output)
         return output
+
+    def _borrow(self, tensor: Tensor) -> Tensor:
+        """What stands for a weight of the model that the unit does not hold, for which it has a fake."""
+        tree = self._tree
+        name = tree.weights.get(id(tensor))
+        if name is None:
+            return tensor
+        self._borrowed.add(name)
+        twin = tree.twin(tensor)
+        self._arguments.add(storage_key(twin))
+        return filled(twin, 1) if self._on_numbers else twin
 
     def _note_reads(self, args: Any, kwargs: Any) -> None:
         makers, mine = self._writer.makers, self._line.index

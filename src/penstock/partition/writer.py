@@ -23,6 +23,7 @@ from penstock.errors import PartitionError
 from penstock.partition.alike import CallLook
 from penstock.partition.functions import (
     AS_SHAPES,
+    BY_LENGTHS,
     METADATA,
     SET_HOOKS,
     TAKE_GRADIENTS,
@@ -187,6 +188,11 @@ class Writer(TorchFunctionMode):
             real = self._only_shaped(func, args)
             if real is not None:
                 return self.__torch_function__(func, types, real, kwargs)
+        if follows and func in BY_LENGTHS and not self._follows(args[1:]):
+            first = BY_LENGTHS[func]
+            data = self._line(first, first, 0, args, kwargs, -1)
+            # Computed of the lengths now, it can lead the author's code and an LSTM's without data.
+            return data, func(torch.zeros(args[0].shape[:2], device="cpu"), *args[1:], **kwargs)[1]
         draw = -1
         if may_draw(func):
             draw, self._drawn = self._drawn, self._drawn + 1
@@ -420,9 +426,10 @@ class Writer(TorchFunctionMode):
         """Set an attribute until the author's forward has run."""
         self._stack.enter_context(replaced([(vars(module), name, value)]))
 
-    def has_set(self, path: str, module: nn.Module, name: str) -> None:
+    def has_set(self, module: nn.Module, name: str) -> None:
         """Note that the author's code has set an attribute in a unit: the unit gets it with its next call."""
-        if not self._inside and name in vars(module):
+        path = self.tree.unit_of.get(id(module))
+        if path is not None and not self._inside and name in vars(module):
             self._sets.setdefault(path, {})[id(module), name] = module
 
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from penstock._engine.faults import without_library_frames
 from penstock._engine.microbatches import (
     MISSING,
     Batch,
     image_tokens,
     output_rule,
     rules_with_images,
+    sliced,
     split_batch,
 )
 from penstock._engine.rng import Randomness, generator_states, generators_kept
@@ -30,6 +30,7 @@ from penstock._engine.runtime import (
     MAIN,
     ActionEvent,
     Call,
+    HookHandle,
     Hooks,
     LossScaler,
     LossWeight,
@@ -44,13 +45,13 @@ from penstock._engine.runtime import (
 )
 from penstock._engine.transport import Job
 from penstock._engine.values import contents_kept
-from penstock.errors import PenstockError, StageError, UsageError
+from penstock.errors import StageError, UsageError
 from penstock.partition import Partition, Shared
 from penstock.pipeline.default_loss import LossInside
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import Outputs, product
 from penstock.pipeline.plan import ProvenSchedules
-from penstock.pipeline.settings import ModelSettings, PipelineSettings
+from penstock.pipeline.settings import Settings
 from penstock.pipeline.setup import check_shared, check_spread, warn_of_batch_norms
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import UncutModel
@@ -58,7 +59,7 @@ from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
-from penstock.stage import PipelineStage
+from penstock.stage import OverlapFunction, PipelineStage
 
 logger = logging.getLogger("penstock")
 
@@ -101,17 +102,6 @@ class CallArguments(NamedTuple):
 NO_ARGUMENTS = CallArguments((), {})
 
 
-class StepOptions(NamedTuple):
-    """What a user says of a step beside its batch; see :meth:`Pipeline.step <penstock.Pipeline.step>`."""
-
-    loss_weight: LossWeight | None = None
-    total_weight: TotalWeight | None = None
-    accumulate: int | None = None
-    scaler: LossScaler | None = None
-    outputs: bool = False
-    record: bool = False
-
-
 class Engine:
     """Carries out the calls of a pipeline, each from its arguments to its result; ``pipe.engine``.
 
@@ -136,6 +126,7 @@ class Engine:
         partition: how the model was cut, if it was.
         stages: the stages of this process, in order; none before the cut.
         hooks: the user's functions around actions.
+        overlaps: the user's functions that run overlapped pairs; the last one counts.
         randomness: the seed of random numbers, and the number of the next step.
         averages: False while steps leave gradients to each replica, see :meth:`Pipeline.no_sync`.
         apart: whether results have :class:`Outputs` rather than what these are put together.
@@ -143,7 +134,7 @@ class Engine:
 
     def __init__(
         self,
-        settings: PipelineSettings,
+        settings: Settings,
         schedules: ProvenSchedules,
         job: Job,
         seed: Any,
@@ -159,6 +150,7 @@ class Engine:
         self.partition: Partition | None = None
         self.stages: tuple[PipelineStage, ...] = ()
         self.hooks = Hooks(ActionEvent)
+        self.overlaps: dict[HookHandle, OverlapFunction] = {}
         self.randomness = Randomness(seed)
         self._last_seed: tuple[int, int] | None = None
         self.averages = True
@@ -170,7 +162,7 @@ class Engine:
 
     # ---- the model, and the stages that it is cut into
 
-    def take_model(self, settings: ModelSettings) -> None:
+    def take_model(self, settings: Settings) -> None:
         """Take a model; cut it now if that needs neither a call nor weights, and by the first call else."""
         uncut = UncutModel(settings, self._schedules, self._job, self._take_cut)
         self.uncut, self.model = uncut, uncut.model
@@ -294,28 +286,39 @@ class Engine:
             target = named.get(name, MISSING)
         return CallArguments(args, named, target, microbatches, same_batch)
 
-    def step(self, arguments: CallArguments, options: StepOptions) -> StepResult:
-        """Run forward and backward of a batch in a :meth:`turn`; add gradients to the weights' ``.grad``."""
+    def step(
+        self,
+        arguments: CallArguments,
+        *,
+        loss_weight: LossWeight | None = None,
+        total_weight: TotalWeight | None = None,
+        accumulate: int | None = None,
+        scaler: LossScaler | None = None,
+        outputs: bool = False,
+        record: bool = False,
+    ) -> StepResult:
+        """Run forward and backward of a batch in a :meth:`turn`; add gradients to the weights' ``.grad``.
+
+        The arguments are those of :meth:`Pipeline.step <penstock.Pipeline.step>`.
+        """
         started, number = perf_counter(), self.randomness.step
         seed = self._drawn_from(number)
-        loss_weight, total_weight, accumulate, scaler, outputs, record = options
-
-        def complete(call: Call) -> Call:
+        # A loss scaler lets gradients become infinite on purpose, and checks them itself.
+        call = Call(
+            outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
+            finite=scaler is None, finalizes=self.averages, settings=self.weights.shared_settings,
+            overlap=next(reversed(self.overlaps.values()), None),
+        )  # fmt: skip
+        with call.refusing():
+            self._bring(call, arguments)
             factor = 1.0 if scaler is None else self._attach(scaler)
-            loss = self.training_loss.in_step(loss_weight, accumulate, total_weight, factor)
+            call.loss = self.training_loss.in_step(loss_weight, accumulate, total_weight, factor)
             if loss_weight is not None:
                 check_spread(self.stages, self._job, weighted=True)
             self._schedules.check_trains(call.batch.count)
-            return replace(call, loss=loss)
-
-        # A loss scaler lets gradients become infinite on purpose, and checks them itself.
-        call = Call(
-            Batch(), outputs=outputs, record=record, seed=seed, hooks=self.hooks or None,
-            finite=scaler is None, finalizes=self.averages, settings=self.weights.shared_settings,
-        )  # fmt: skip
-        step = self._run(self._described(call, arguments, complete), arguments)
+        step = self._run(call, arguments)
         self._flowing += step.batch_gradients
-        self.weights.leave_gradients()
+        self.weights.leave_gradients(averaged=call.finalizes or step.adapters is None)
         self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
@@ -350,24 +353,29 @@ class Engine:
         """Cut the model by a batch, if that is still to be done."""
         uncut = self.uncut
         if uncut is not None:
-            call = Call(Batch(), trains=torch.is_grad_enabled())
-            self._runner.cut_by(uncut, self._described(call, arguments, runs=False))
+            call = Call(trains=torch.is_grad_enabled())
+            with call.refusing():
+                self._bring(call, arguments, runs=False)
+            self._runner.cut_by(call, uncut.agree, uncut.take_stages)
 
     @_in_turn
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first non-finite value."""
-
-        def complete(call: Call) -> Call:
-            return replace(call, loss=self.training_loss.in_step())
-
-        call = Call(Batch(), seed=self._last_seed, finite=True)
-        call = self._described(call, arguments, complete)
+        call = Call(seed=self._last_seed, finite=True)
+        with call.refusing():
+            self._bring(call, arguments)
+            call.loss = self.training_loss.in_step()
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
             return self._run(replace(call, hooks=hooks), arguments)
 
         return find_nonfinite(self.stages, self._schedules.training, self._job, run)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; one rank may call it alone."""
+        self.weights.zero_grad()
+        self._runner.drop_gradients()
 
     # ---- what the loops of other libraries need
 
@@ -388,8 +396,10 @@ class Engine:
         computes the gradients.
         """
         started, seed = perf_counter(), self._drawn_from(self.randomness.step)
-        call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=self.hooks or None)
-        step = self._run(self._described(call, arguments), arguments)
+        call = Call(trains=False, outputs=True, seed=seed, hooks=self.hooks or None)
+        with call.refusing():
+            self._bring(call, arguments)
+        step = self._run(call, arguments)
         return self._result(step, started).outputs
 
     @_in_turn
@@ -410,41 +420,35 @@ class Engine:
         replicas = self._job.replicas
         share = 1.0 / replicas.number if replicas.averaged else 1.0
         loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
-
-        def complete(call: Call) -> Call:
-            self._schedules.check_trains(call.batch.count)
-            return replace(call, batch=replace(call.batch, targets=gradients))
-
-        call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
+        call = Call(loss=loss, seed=None if number is None else self._drawn_from(number))
         # Each rank may have computed the gradients by itself.
         arguments = arguments._replace(same_batch=False)
-        with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
-            call = self._described(call, arguments, complete)
+        # Autograd calls this without gradients, and parts of inputs need a graph.
+        with torch.enable_grad(), call.refusing():
+            self._bring(call, arguments)
+            self._schedules.check_trains(call.batch.count)
+            call.batch = replace(call.batch, targets=gradients)
         self._flowing += self._run(call, arguments).batch_gradients
 
     @_in_turn
-    def perform(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
-        """Carry out a call described by hand.
-
-        Args:
-            describe: returns the call. If it raises, all ranks raise that error, and none begins.
-            trains: whether the call trains.
-        """
-        step = self._run(self._described(Call(Batch(), trains=trains), None, lambda _: describe()))
+    def perform(self, call: Call) -> StepState:
+        """Carry out a call described by hand."""
+        with call.refusing():
+            self._check_ready()
+        step = self._run(call)
         self._flowing += step.batch_gradients
         return step
 
     @contextmanager
-    def driven(
-        self, describe: Callable[[], Call], *, trains: bool
-    ) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+    def driven(self, call: Call) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
         """A context like :meth:`perform`, in which the caller runs the actions, in any order of its own.
 
         Yields:
             The state of the call, and a function that runs an action.
         """
         with self.turn():
-            call = self._described(Call(Batch(), trains=trains), None, lambda _: describe())
+            with call.refusing():
+                self._check_ready()
             if call.trains:
                 self.weights.prepare()
             with self._runner.driven(call) as (step, perform):
@@ -495,55 +499,45 @@ class Engine:
         self, arguments: CallArguments, loss: StepLoss | None, *, outputs: bool
     ) -> StepResult:
         started = perf_counter()
-        call = Call(Batch(), loss, trains=False, outputs=outputs, hooks=self.hooks or None)
-        call = self._described(call, arguments)
+        call = Call(loss=loss, trains=False, outputs=outputs, hooks=self.hooks or None)
+        with call.refusing():
+            self._bring(call, arguments)
         with self.evaluating():
             step = self._run(call, arguments)
         return self._result(step, started)
 
-    def _described(
-        self,
-        call: Call,
-        arguments: CallArguments | None,
-        complete: Callable[[Call], Call] | None = None,
-        *,
-        runs: bool = True,
-    ) -> Call:
-        """A call with its batch; or, if the arguments are wrong, with the error for all ranks.
+    def _check_ready(self) -> None:
+        """Check that the stages can run."""
+        if self.partition is not None:
+            self.partition.check_unchanged()
+        self.weights.check_filled()
+
+    def _bring(self, call: Call, arguments: CallArguments, *, runs: bool = True) -> None:
+        """Give a call its batch.
 
         Args:
-            call: what is to be done.
-            arguments: what the user called the pipeline with, if they make the batch.
-            complete: adds what depends on the batch or on other arguments, and raises if they are wrong.
+            call: the call, which is being completed.
+            arguments: what the user called the pipeline with.
             runs: whether stages will run, so that their weights must have memory.
         """
-        self._job.check_usable()
-        try:
-            if self.partition is not None:
-                self.partition.check_unchanged()
-            if runs:
-                self.weights.check_filled()
-            whole = call if arguments is None else self._with_batch(call, arguments)
-            return whole if complete is None else complete(whole)
-        except PenstockError as error:
-            refusal = error
-        except Exception as error:
-            # The user's own functions may split and weigh batches.
-            refusal = before_first(error)
-        return replace(call, refusal=refusal)
-
-    def _with_batch(self, call: Call, arguments: CallArguments) -> Call:
-        """A call with the arguments, split into microbatches."""
-        args, kwargs, target, microbatches, same_batch = arguments
+        if runs:
+            self._check_ready()
         if call.outputs:
             output_rule(self._rules)
+        call.batch, call.same_batch = self._split(arguments), arguments.same_batch
+        if self._schedules.slices > 1:
+            call.slices = self._schedules.slices
+            call.batch = sliced(call.batch, call.slices) if call.trains else call.batch
+
+    def _split(self, arguments: CallArguments) -> Batch:
+        """The arguments, split into microbatches."""
+        args, kwargs, target, microbatches, _ = arguments
         count = whole_number("microbatches", microbatches)
         count = self._schedules.microbatches if count is None else count
         rules = self._rules
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
-        batch = split_batch(args, kwargs, target, rules, count, fewer=True)
-        return replace(call, batch=batch, same_batch=same_batch)
+        return split_batch(args, kwargs, target, rules, count, fewer=True)
 
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.
@@ -554,7 +548,7 @@ class Engine:
         """
         try:
             if self.uncut is not None:
-                self._runner.cut_by(self.uncut, call)
+                self._runner.cut_by(call, self.uncut.agree, self.uncut.take_stages)
             if call.trains:
                 self.weights.prepare()
             step = self._runner.run(call)
@@ -661,7 +655,7 @@ class Engine:
             UsageError: the main loss is not the same.
         """
         loss = self.loss if loss is None else loss
-        batch = self._with_batch(Call(Batch()), arguments).batch
+        batch = self._split(arguments)
         first, device = arguments._replace(same_batch=False), self.device
         if batch.parts:
             part = batch.parts[0]
@@ -671,7 +665,9 @@ class Engine:
 
         def evaluate(microbatches: int) -> tuple[Mapping[str, float], int]:
             brought = first._replace(microbatches=microbatches)
-            call = self._described(Call(Batch(), loss, trains=False), brought)
+            call = Call(loss=loss, trains=False)
+            with call.refusing():
+                self._bring(call, brought)
             step = self._run(call, brought)
             return step.result.losses, step.agreement.model_call.count
 
@@ -750,10 +746,3 @@ def remedy_of_added(loss: StepLoss, name: str, whole: float, halves: float) -> s
         "is one of each microbatch by itself, such as a balance of experts, say "
         f'weight={{{main}{name!r}: "microbatch"}}, in penstock.Loss or as loss_weight= of the step'
     )
-
-
-def before_first(error: Exception) -> StageError:
-    """The error that every rank raises if the user's code fails before the first microbatch."""
-    refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
-    refusal.__cause__ = error.with_traceback(without_library_frames(error))
-    return refusal

@@ -15,6 +15,7 @@ from penstock._engine.runtime import ActionEvent, Hooks, StepState
 from penstock._engine.transport import Job
 from penstock._engine.values import contents_kept, tensors_in
 from penstock.schedule import Action, Op, Schedule
+from penstock.schedule.action import microbatch_of
 from penstock.stage import PipelineStage, uncompiled
 
 
@@ -95,7 +96,7 @@ class _Seen:
 
     def _after(self, event: ActionEvent) -> None:
         action = event.action
-        stage, microbatch = action.stage, action.microbatch or 0
+        stage, microbatch = action.stage, microbatch_of(action) or 0
         if action.op is Op.F and not _is_finite(_tensors(event.outputs)):
             module = self._modules.get((stage, microbatch), "")
             self.places.append([_OUTPUT, microbatch, stage, stage, module])
@@ -129,7 +130,7 @@ class _Seen:
         action = self._action
         if action is None or action.stage != stage:
             return
-        place = stage, action.microbatch or 0
+        place = stage, microbatch_of(action) or 0
         if place in self._modules or _is_finite(_tensors(output)):
             return
         if _is_finite([*_tensors(args), *_tensors(kwargs)]):

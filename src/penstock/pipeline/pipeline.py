@@ -33,19 +33,19 @@ from penstock._engine.runtime import (
     TotalWeight,
     Which,
     check_plans,
-    describe_stages,
 )
-from penstock._engine.transport import Job, Replicas, Transport, collective
+from penstock._engine.transport import Job, Replicas, collective
 from penstock.errors import NonFiniteError, UsageError, listed
-from penstock.partition import Partition, Shared, find_shared_between
-from penstock.pipeline.engine import Engine, StepOptions
+from penstock.partition import Shared, find_shared_between
+from penstock.pipeline.engine import Engine
 from penstock.pipeline.nonfinite import NonFiniteFinding
-from penstock.pipeline.plan import ProvenSchedules, Source, Stages
-from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
+from penstock.pipeline.plan import Layout, Source, Stages
+from penstock.pipeline.settings import Settings, Wrap
 from penstock.pipeline.setup import (
     before_meeting,
     check_loss,
     check_placed,
+    check_states,
     connect_process,
     described_stages,
     make_equal,
@@ -55,7 +55,7 @@ from penstock.pipeline.uncut import CUT_NOW
 from penstock.pipeline.watching import StepEvent, StepHook
 from penstock.pipeline.weights import ModelWeights
 from penstock.schedule import Edge, Schedule
-from penstock.stage import Compilation, PipelineStage
+from penstock.stage import Compilation, OverlapFunction, PipelineStage
 
 logger = logging.getLogger("penstock")
 _HABITS = {
@@ -149,25 +149,14 @@ class Pipeline:
         **unknown: Any,
     ) -> None:
         with before_meeting(mesh, replicas):
-            settings = ModelSettings(
-                caller=Pipeline.__init__, model=model, schedule=schedule, microbatches=microbatches,
-                loss_fn=loss_fn, ranks=ranks, mesh=mesh, replicas=replicas, stages=stages, split=split,
-                device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
-                unknown=unknown,
+            settings = Settings(
+                caller=Pipeline.__init__, model=model,
+                layout=Layout(schedule, ranks, microbatches, stages, recompute), loss_fn=loss_fn,
+                split=split, mesh=mesh, replicas=replicas, device=device, wrap=wrap, compile=compile,
+                seed=seed, timeout=timeout, unknown=unknown,
             )  # fmt: skip
-        transport = connect_process(settings)
-        with set_up(transport) as prepare:
-            prepare("cuts the model")
-            settings = settings.planned()
-            schedules = settings.schedules(None if transport is None else transport.ranks)
-            schedules.plan = schedule if isinstance(schedule, planning.Plan) else None
-            stages = settings.stages
-            cut = stages.modules if isinstance(stages, Partition) else [settings.uncompiled[0]]
-            reduction = "mean" if settings.loss is None else settings.loss.reduction
-            details = {"reduction": reduction, **describe_stages(cut)}
-            self._begin(settings, transport, schedules, details)
+        with self._begun(settings, "cuts the model"):
             self.engine.take_model(settings)
-        self._protect_groups(mesh)
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -207,51 +196,48 @@ class Pipeline:
             unknown: must be empty; what is in it is refused with the name that was probably meant.
         """
         with before_meeting(mesh, replicas):
-            settings = StageSettings(
-                caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
+            settings = Settings(
+                caller=cls.from_stages, by_hand=stages, layout=Layout(schedule, None, microbatches),
                 loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
                 replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
             )  # fmt: skip
-        transport = connect_process(settings)
         pipe = cls.__new__(cls)
-        with set_up(transport) as prepare:
-            prepare("plans its stages")
-            schedules = settings.schedules(None if transport is None else transport.ranks)
-            check_placed(schedules.training, stages, transport)
+        with pipe._begun(settings, "plans its stages"):
             table = find_shared_between({one.index: one.code for one in stages})
-            table = table if shared is None else tuple(shared)
-            make_equal(stages, settings.replica_set, transport)
-            pipe._begin(settings, transport, schedules)
-            pipe.engine.take_stages(stages, table)
-        pipe._protect_groups(mesh)
+            make_equal(stages, pipe.replicas, pipe.job.transport)
+            pipe.engine.take_stages(stages, table if shared is None else tuple(shared))
         return pipe
 
-    def _begin(
-        self,
-        settings: PipelineSettings,
-        transport: Transport | None,
-        schedules: ProvenSchedules,
-        details: Mapping[str, str] | None = None,
-    ) -> None:
-        """Put together what needs no stages, and check that all ranks have the same."""
-        replicas = settings.replica_set
-        beside = len(groups_beside(settings.mesh, replicas)) > 0
-        self._job = Job(transport, schedules.ranks, replicas, settings.home, beside=beside)
-        self._schedules = schedules
-        self._undecided = settings.schedule == "auto"
-        self._step_hooks = Hooks(StepEvent)
-        self._closed = False
-        self._unread: StepResult | None = None
-        seeds = check_plans(self._job, schedules.training, details, settings.seed_here)
-        if not self._undecided:
-            check_loss(settings.loss, schedules.training)
-        names = signature(Pipeline.step).parameters
-        self.engine = Engine(settings, schedules, self._job, seeds[0], names)
-
-    def _protect_groups(self, mesh: Any) -> None:
-        """Let the watch end waits of this rank on the user's groups of pipelines side by side."""
-        if self._job.transport is not None:
-            self._job.transport.watch.protect_groups(groups_beside(mesh, self._job.replicas))
+    @contextmanager
+    def _begun(self, settings: Settings, doing: str) -> Iterator[None]:
+        """A context for taking the stages, once this process has met the others and all have the same."""
+        transport = connect_process(settings)
+        with set_up(transport) as prepare:
+            prepare(doing)
+            schedules = settings.schedules(None if transport is None else transport.ranks)
+            if settings.model is None:
+                check_placed(schedules.training, settings.by_hand, transport)
+                check_states(schedules.training, settings.by_hand)
+            replicas = settings.replica_set
+            beside = groups_beside(settings.mesh, replicas)
+            self._job = Job(
+                transport, schedules.ranks, replicas, settings.home, beside=bool(beside)
+            )
+            self._schedules = schedules
+            self._undecided = settings.layout.schedule == "auto"
+            self._step_hooks = Hooks(StepEvent)
+            self._closed = False
+            self._unread: StepResult | None = None
+            details = settings.described()
+            seeds = check_plans(self._job, schedules.training, details, settings.seed_here)
+            if not self._undecided:
+                check_loss(settings.loss, schedules.training)
+            names = signature(Pipeline.step).parameters
+            self.engine = Engine(settings, schedules, self._job, seeds[0], names)
+            yield
+        if transport is not None:
+            # Waits of this rank on the user's groups of pipelines side by side end with the others' failure.
+            transport.watch.protect_groups(beside)
 
     # ---- what a pipeline is
 
@@ -461,10 +447,15 @@ class Pipeline:
                 microbatches=microbatches,
                 same_batch=same_batch,
             )
-            options = StepOptions(
-                loss_weight, total_weight, accumulate, scaler, outputs, record or event.record
+            result = self.engine.step(
+                arguments,
+                loss_weight=loss_weight,
+                total_weight=total_weight,
+                accumulate=accumulate,
+                scaler=scaler,
+                outputs=outputs,
+                record=record or event.record,
             )
-            result = self.engine.step(arguments, options)
             if scaler is None:
                 self._unread = result
                 waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(
@@ -564,7 +555,8 @@ class Pipeline:
         It saves the averages over ``replicas=``, ``DistributedDataParallel`` or ``fully_shard`` of all steps
         with ``accumulate=`` but the last, as the method of this name does in DDP. Every rank of every replica
         enters it for the same steps; weights that stages share are averaged in each. Until the next step
-        outside, gradients are those of one replica: do not clip them, nor step the optimizer::
+        outside, gradients are those of one replica: to clip or measure them is an error, and the optimizer
+        must not step::
 
             for number, (x, y) in enumerate(batches, start=1):
                 with nullcontext() if number % 4 == 0 else pipe.no_sync():
@@ -649,8 +641,11 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self.weights.zero_grad()
+        """Drop all gradients, also those that wait for a step outside of :meth:`no_sync`.
+
+        An optimizer's own ``zero_grad`` does not reach what ``fully_shard`` keeps of such steps.
+        """
+        self.engine.zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -696,6 +691,36 @@ class Pipeline:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
         return self.engine.hooks.add(before, after, which)
+
+    def on_overlap(self, function: OverlapFunction) -> HookHandle:
+        """Let a function run the overlapped pairs of this process (``OVERLAP_F_B``) in training steps.
+
+        Without one, a pair of an F and a B is run by the method ``overlapped_forward_backward`` of the module
+        of the stage that runs the F, if it has one and is neither wrapped in DistributedDataParallel nor
+        sharded by FSDP; else, and where the backward is an I, F runs first, then the backward. See
+        docs/schedules.md.
+
+        Args:
+            function: called with a :class:`~penstock.PairForward` and a :class:`~penstock.PairBackward`. It
+                must compute the output of the forward, run the backward from ``outputs`` with
+                ``output_grads``, which adds to the weights' ``.grad``, and return the output and the
+                gradients of ``inputs``: a list with one of the same shape and type, or None, for each. A
+                later function takes precedence.
+
+        Returns:
+            A handle that removes the function, by ``remove()`` or at the end of a ``with`` block.
+
+        Raises:
+            UsageError: it cannot be called.
+        """
+        if not callable(function):
+            raise UsageError(
+                f"on_overlap got a {type(function).__name__}; give it a function of a PairForward and a "
+                "PairBackward"
+            )
+        handle = HookHandle(self.engine.overlaps)
+        self.engine.overlaps[handle] = function
+        return handle
 
     def on_step(
         self, after: StepHook | None = None, *, before: StepHook | None = None

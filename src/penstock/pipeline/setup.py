@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ from penstock._engine.transport import Job, Replicas, Transport, join, launched
 from penstock.errors import PenstockError, ScheduleError, UsageError, listed
 from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import for_batch_losses
-from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
+from penstock.pipeline.settings import REMEDIES, Settings, Wrap
 from penstock.schedule import Schedule
 from penstock.stage import PipelineStage, StageModule
 
@@ -103,6 +104,23 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
                 "stage's module; it must return that module, wrapped or as it is"
             )
         stage.module = before if wrapped is None else wrapped
+
+
+def check_states(schedule: Schedule, stages: Sequence[PipelineStage]) -> None:
+    """Check that stages hand on a state, if the schedule cuts sequences into slices.
+
+    Raises:
+        UsageError: the forward of one takes none.
+    """
+    for stage in stages if schedule.slices > 1 else ():
+        named = signature(stage.code.forward).parameters
+        if "state" not in named and all(p.kind is not p.VAR_KEYWORD for p in named.values()):
+            raise UsageError(
+                f"{schedule.name} cuts sequences into {schedule.slices} slices, and the forward of stage "
+                f"{stage.index}, a {type(stage.code).__name__}, takes no state; write forward(self, x, "
+                "state), which gets None for the first slice of a microbatch, else what it returned for the "
+                "slice before, and returns its output and the state for the next slice"
+            )
 
 
 def check_loss(loss: StepLoss | None, schedule: Schedule) -> None:
@@ -251,7 +269,7 @@ def before_meeting(mesh: Any, replicas: Any = None) -> Iterator[None]:
         raise
 
 
-def connect_process(settings: PipelineSettings) -> Transport | None:
+def connect_process(settings: Settings) -> Transport | None:
     """Connect this process to the others, if each rank is a process; all of them call this together.
 
     Raises:

@@ -52,7 +52,10 @@ class Slowness:
             durations: dict[Action, float] = defaultdict(float)
             for span in spans:
                 durations[span.action] += span.duration
-            return replay(schedule, durations), "replayed"
+            ran = Timeline(tuple(spans), schedule.ranks, "s", schedule.pairs)
+            stages = {pair.forward.stage for pair in ran.overlapped}
+            overlap = [float(stage in stages) for stage in range(schedule.stages)]
+            return replay(schedule, durations, overlap=overlap), "replayed"
         mine = [[span.rank, str(span.action), span.start, span.end] for span in spans]
         of_all = tuple(
             Span(rank, action, start, end)

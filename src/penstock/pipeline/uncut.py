@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 from penstock._engine.devices import is_accelerator, memory_of
 from penstock._engine.microbatches import MISSING
 from penstock._engine.placeholders import is_placeholder
-from penstock._engine.runtime import agree_on_cut, without_data
+from penstock._engine.runtime import without_data
 from penstock._engine.transport import Job
 from penstock._engine.weights import Init, load_partition
 from penstock._engine.weights.folders import check_folder
 from penstock._engine.weights.initialise import initialise
 from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
-from penstock.pipeline.plan import ProvenSchedules, in_flight
-from penstock.pipeline.settings import ModelSettings
+from penstock.pipeline.plan import Layout, ProvenSchedules, in_flight
+from penstock.pipeline.settings import Settings
 from penstock.pipeline.setup import make_equal, wrap_stages
 from penstock.plan import Plan
 from penstock.stage import PipelineStage
@@ -52,12 +52,13 @@ class UncutModel:
 
     def __init__(
         self,
-        settings: ModelSettings,
+        settings: Settings,
         schedules: ProvenSchedules,
         job: Job,
         done: Callable[[Sequence[PipelineStage], Partition], None],
     ) -> None:
-        self.model, self._compile = settings.uncompiled
+        assert settings.model is not None
+        self.model = settings.model
         self._settings, self._schedules = settings, schedules
         self._job, self._done = job, done
         self.device = settings.home
@@ -69,20 +70,21 @@ class UncutModel:
         self._first_values: tuple[int, Init | None] | None = None
         self._folder: str | PathLike[str] | None = None
         self.was_asked = False
-        if isinstance(settings.stages, Partition):
-            stages = replace(
-                settings.stages, shared=find_shared(self.model, settings.stages.modules)
-            )
-            stages.check_covers(self.model)
-            self._partition = stages
-        elif settings.schedule != "auto":
-            self._prepare(settings)
+        stages = settings.layout.stages
+        if isinstance(stages, Partition):
+            self._partition = replace(stages, shared=find_shared(self.model, stages.modules))
+            self._partition.check_covers(self.model)
+        elif not self._waits_for_plan:
+            self._prepare(settings.layout)
 
-    def _prepare(self, settings: ModelSettings) -> None:
-        stages = self._schedules.stages if settings.stages is None else settings.stages
+    @property
+    def _waits_for_plan(self) -> bool:
+        return self._settings.layout.schedule == "auto"
+
+    def _prepare(self, layout: Layout) -> None:
+        stages = self._schedules.stages if layout.stages is None else layout.stages
         assert not isinstance(stages, Partition)
-        self._settings = settings
-        self._cutting = Cutting(self.model, stages, recompute=settings.recompute, room=self._room())
+        self._cutting = Cutting(self.model, stages, recompute=layout.recompute, room=self._room())
 
     def _room(self) -> Room | None:
         """The memory of the stages, where each rank has a device of its own."""
@@ -145,17 +147,41 @@ class UncutModel:
             self.device = torch.device("cpu")
         return False
 
-    # ---- the cut, see penstock._engine.runtime.cut.LateCut
+    # ---- the cut
 
     def cut_now(self) -> None:
         """Cut the model before any call, where no call is needed; all processes of the job call this."""
-        agree_on_cut(self._job, self, lambda: (0, None, MISSING))
-        self.carry_out()
+        self.agree(lambda: (0, None, MISSING))
+        self.take_stages()
 
-    def decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
-        """Where to cut; see :class:`penstock._engine.runtime.cut.LateCut`."""
+    def agree(self, bring: Callable[[], tuple[int, Example | None, Any]]) -> None:
+        """Let all ranks of the job cut at the same places: where the first rank with arguments would.
+
+        The stages are made, but nothing is moved or freed.
+
+        Args:
+            bring: returns the first rank that was given arguments, and a microbatch's arguments and target.
+
+        Raises:
+            PenstockError: a rank cannot cut; nothing is changed.
+        """
+        job = self._job
+
+        def decide() -> Any:
+            first, call, target = bring()
+            # One rank measures the model, where that decides the schedule.
+            plans = job.transport is None or job.rank == first
+            return [plans, self._decide(call, target, plans=plans)]
+
+        decisions = job.meet(decide, among=job.whole)
+        where = next(decision for plans, decision in decisions if plans)
+        if any(decision != where for _, decision in decisions):
+            job.meet(lambda: self._adopt(where), among=job.whole)
+
+    def _decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
+        """Where to cut, as JSON data."""
         self._call = call
-        if self._settings.schedule == "auto":
+        if self._waits_for_plan:
             if not plans:
                 return None
             assert call is not None
@@ -175,10 +201,8 @@ class UncutModel:
         return [plan_text, self._run_without_data(cut)]
 
     def _follow(self, plan: Plan) -> None:
-        settings = self._settings.decided_by(plan)
-        decided = settings.schedules(None)
-        self._schedules.follow(replace(decided, plan=plan))
-        self._prepare(settings)
+        self._schedules.follow(self._settings.schedules(None, plan))
+        self._prepare(Layout.of(plan))
 
     def _run_without_data(self, cut: Callable[[], Any]) -> Any:
         """Run the model without data, in the first call."""
@@ -187,10 +211,10 @@ class UncutModel:
         with explained(self.model):
             return cut()
 
-    def adopt(self, decision: Any) -> None:
-        """Cut where another rank does; see :class:`penstock._engine.runtime.cut.LateCut`."""
+    def _adopt(self, decision: Any) -> None:
+        """Cut where another rank does."""
         plan_text, where = decision
-        if self._settings.schedule == "auto":
+        if self._waits_for_plan:
             self._follow(Plan.from_json(plan_text))
         if where == self._where:
             return
@@ -202,8 +226,8 @@ class UncutModel:
 
         self._run_without_data(cut)
 
-    def carry_out(self) -> None:
-        """Take the stages of this process; see :class:`penstock._engine.runtime.cut.LateCut`."""
+    def take_stages(self) -> None:
+        """Take the stages of this process, and free the others."""
         partition, placement = self._partition, self._schedules.training.placement
         assert partition is not None
         alone = self._job.transport is None
@@ -216,8 +240,8 @@ class UncutModel:
                 partition.modules[i],
                 i,
                 placement.stages,
-                self._settings.chosen_device,
-                compile=self._compile,
+                self._settings.device,
+                compile=self._settings.compile,
             )
             for i in here
         ]

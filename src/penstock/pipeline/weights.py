@@ -84,6 +84,7 @@ class ModelWeights:
         self._absent: list[Placeholder] = []
         self._steps = Steps(self._norms_if_all)
         self._is_filled = False
+        self._averaged = True
 
     # ---- before and after the cut
 
@@ -170,6 +171,7 @@ class ModelWeights:
 
         Raises:
             NonFiniteError: the norm is not finite.
+            UsageError: the last step was inside :meth:`Pipeline.no_sync`, so gradients are not averaged yet.
         """
         order = float(norm_type)
         return total_norm(
@@ -191,7 +193,9 @@ class ModelWeights:
             UsageError: different stages have different weights of one name.
         """
         self._names.check_apart()
-        norms = norms_by_name(self._counting, self.here.counted(), float(norm_type))
+        norms = norms_by_name(
+            self._counting, self.here.counted(), float(norm_type), averaged=self._averaged
+        )
         return {name: norms[name] for name, _ in self.named_parameters() if name in norms}
 
     @collective
@@ -489,8 +493,14 @@ class ModelWeights:
             # One rank alone may find a changed buffer, or lose a peer; the others must learn of it.
             raise self.job.fail(error) from error.__cause__
 
-    def leave_gradients(self) -> None:
-        """After a training step: leave placeholders as the gradients of the weights of other ranks."""
+    def leave_gradients(self, *, averaged: bool = True) -> None:
+        """After a training step: leave placeholders as the gradients of the weights of other ranks.
+
+        Args:
+            averaged: whether the gradients here are those of all replicas, or still to be averaged by a later
+                step.
+        """
+        self._averaged = averaged
         self._steps.leave_gradients()
 
     def zero_grad(self) -> None:
@@ -500,6 +510,7 @@ class ModelWeights:
             for parameter in module.parameters():
                 parameter.grad = None
         self._steps.drop_gradients()
+        self._averaged = True
 
     def shared_settings(self) -> dict[str, list[float]]:
         """The numbers in optimizers' groups that all ranks must have alike, of those that have stepped."""
@@ -515,7 +526,9 @@ class ModelWeights:
 
     def _norms(self, order: float) -> Tensor:
         """The norms of all gradients of the model."""
-        return all_norms(self._counting, self.here.counted(), len(self._rank_of), order)
+        return all_norms(
+            self._counting, self.here.counted(), len(self._rank_of), order, averaged=self._averaged
+        )
 
     def _check_equal(self) -> None:
         """Check that ranks that have the same weights have them equal; all ranks call it.

@@ -14,6 +14,7 @@ from torch.distributed import P2POp
 from penstock._engine.runtime import StepState
 from penstock.pipelining._utils import CallError
 from penstock.schedule import Action, Dependencies, Op, Placement, Schedule
+from penstock.schedule.action import microbatch_of
 from penstock.schedule.base import Edges
 
 Perform = Callable[[Action], None]
@@ -94,7 +95,7 @@ class LoopDrive(FunctionDrive):
         """Run a forward; the first stage takes these arguments, others those by name."""
         _, step, _ = self.start()
         self._check_posted(action, "get_fwd_recv_ops")
-        step.bring(action.microbatch or 0, None if action.stage else args, kwargs)
+        step.bring(microbatch_of(action) or 0, None if action.stage else args, kwargs)
         return super().forward(stage, action, args, kwargs)
 
     def backward(self, stage: Any, action: Action, loss: Tensor | None) -> None:
@@ -102,7 +103,7 @@ class LoopDrive(FunctionDrive):
         self._check_posted(action, "get_bwd_recv_ops")
         stage.start_from_loss(action.microbatch, loss)
         self.perform(action)
-        self._answered.add((action.stage, action.microbatch))
+        self._answered.add((action.stage, microbatch_of(action)))
 
     def _check_posted(self, action: Action, before: str) -> None:
         rule, _, _ = self.start()

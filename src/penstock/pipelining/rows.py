@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import InputFileError, ScheduleError
+from penstock.errors import InputFileError, ScheduleError, UsageError
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
@@ -17,6 +17,7 @@ from penstock.schedule import (
     Overlap,
     Placement,
     Schedule,
+    Slice,
     from_csv,
     parse_action,
 )
@@ -103,6 +104,8 @@ def to_tuple(entry: Entry) -> ActionTuple:
     if isinstance(entry, Overlap):
         pair = (to_tuple(entry.forward), to_tuple(entry.backward))
         return ActionTuple(-1, ComputationType.OVERLAP_F_B, None, pair)
+    if isinstance(entry.microbatch, Slice):
+        raise UsageError(f"{entry}: torch's schedules have no slices of microbatches")
     return ActionTuple(entry.stage, ComputationType(entry.op.value), entry.microbatch)
 
 

@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock._engine.microbatches import Batch, Microbatch
-from penstock._engine.runtime import ActionEvent, Call, Hooks, Reduction, StepLoss, StepState
+from penstock._engine.runtime import (
+    ActionEvent,
+    Call,
+    Hooks,
+    Reduction,
+    StepLoss,
+    StepState,
+    refusal_of,
+)
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
 from penstock.pipeline import Pipeline, before_meeting
@@ -441,7 +449,7 @@ class PipelineSchedule:
                 def begin() -> tuple[Dependencies, StepState, Perform]:
                     self._begun = True
                     schedule = self._all_actions()
-                    step = self._pipeline(schedule).engine.driven(lambda: call, trains=call.trains)
+                    step = self._pipeline(schedule).engine.driven(call)
                     return Dependencies(schedule), *stack.enter_context(step)
 
                 self._loop = LoopDrive(begin)
@@ -478,13 +486,10 @@ class PipelineSchedule:
 
     def _refuse(self, error: Exception) -> None:
         """Raise an error before this rank's step has begun on the other ranks, which are in the same one."""
-
-        def describe() -> Call:
-            raise error
-
         with suppress(PenstockError):
             pipe = self._pipeline(self._all_actions())
-            pipe.engine.perform(describe, trains=self._has_backward)
+            call = Call(trains=self._has_backward, refusal=refusal_of(error))
+            pipe.engine.perform(call)
 
     def eval(self, *args: Any, **options: Any) -> Any:
         """Run only the forwards of a batch, with the arguments and result of :meth:`step`."""
@@ -515,7 +520,7 @@ class PipelineSchedule:
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = self._call(batch, loss=loss, keep=True, custom=custom)
         self._begun = True
-        done = self._pipeline(self.schedule).engine.perform(lambda: call, trains=call.trains)
+        done = self._pipeline(self.schedule).engine.perform(call)
         last = self._last_stage
         if last is None:
             return

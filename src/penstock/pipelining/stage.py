@@ -36,6 +36,7 @@ from penstock.pipelining._utils import (
 )
 from penstock.pipelining.by_hand import FunctionDrive
 from penstock.schedule import Action, Op, Schedule
+from penstock.schedule.action import microbatch_of
 from penstock.stage import Gradients
 
 Build = Callable[[], Callable[[], object]]
@@ -227,8 +228,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     def note_forward(self, event: ActionEvent) -> None:
         """Note which microbatch the next forward is of."""
-        assert event.action.microbatch is not None
-        self._forward_of = event.action.microbatch
+        self._forward_of = microbatch_of(event.action) or 0
 
     def output_of(self, perform: Callable[[Action], None], action: Action) -> Any:
         """Let the engine perform a forward of this stage, and return the module's output."""

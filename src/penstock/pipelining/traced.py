@@ -305,6 +305,8 @@ class Cut:
         graph = traced.module.graph
         self.owner: dict[fx.Node, int] = {}
         self._check_regions()
+        for node in filter(_writes_back, [*graph.nodes]):
+            graph.erase_node(node)
         stage, busy = 0, {0: False}
         for node in graph.nodes:
             if node.target == _GUARDS:
@@ -328,6 +330,7 @@ class Cut:
                 "leave the whole model in one stage or meet; move or drop one"
             )
         self.values = self._find_values()
+        self._written: set[Any] = set()
         self._check_writes()
 
     def _check_regions(self) -> None:
@@ -392,6 +395,7 @@ class Cut:
             for target in [value for value, writes in _aliased(node) if writes]:
                 base = _base(target)
                 if base.op == "get_attr":
+                    self._written.add(base.target)
                     self._check_buffer(node, stage, base)
                 elif self.owner[base] != stage:
                     self._check_value(node, stage, base)
@@ -449,6 +453,11 @@ class Cut:
             output = next(node for node in self.owner if node.op == "output")
             return fx.map_arg(output.args[0], copied)
         gives = {node: copied(node) for node in self.values if self.owner[node] == stage}
+        for node, value in gives.items():
+            base = _base(node)
+            if base.op == "get_attr" and base.target in self._written:
+                # The next microbatch changes the buffer, whose value now is what travels.
+                gives[node] = value.graph.call_function(torch.ops.aten.clone.default, (value,))
         if len(gives) == 1 or self.edges is None:
             values = tuple(gives.values())
             return values[0] if len(values) == 1 else values
@@ -528,6 +537,18 @@ def _base(node: fx.Node) -> fx.Node:
             break
         node = aliased[0][0]
     return node
+
+
+def _writes_back(node: fx.Node) -> bool:
+    """Whether a node copies a buffer's memory to itself, as export does after ``self.count += 1``."""
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return False
+    buffer, value = node.args[:2]
+    while isinstance(value, fx.Node) and (
+        written := [v for v, writes in _aliased(value) if writes]
+    ):
+        value = written[0]
+    return isinstance(value, fx.Node) and value.op == "get_attr" and value is buffer
 
 
 def _node_name(node: fx.Node) -> str:

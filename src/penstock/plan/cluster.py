@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penstock.errors import UsageError
+from penstock.plan.choice import LARGEST
 from penstock.plan.costs import FILE, Number, Rate, read_json, write_json
 from penstock.plan.devices import Device, device_named
 
@@ -217,6 +218,8 @@ def _devices(word: str) -> list[Device]:
             f"ranks={word!r}: must be a number of devices, such as 4xh100 or 4xa100-40GB"
         )
     count, name, size = match.groups()
+    if int(count or 1) > LARGEST:
+        raise UsageError(f"ranks={word!r}: at most {LARGEST} devices can be planned")
     device = device_named(name, memory=bytes_of(size) if size else None)
     if size:
         device = replace(device, name=f"{device.name}-{size.replace(' ', '')}")

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock._engine.values import flatten, storage_key
+from penstock.errors import UsageError
+from penstock.partition.names import COLLECTIVES, FakeTensor
 from penstock.partition.work import formula_of
 
 Operation = tuple[float, float, str]
@@ -53,7 +55,17 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and note what it did."""
+        """Run an operation and note what it did.
+
+        Raises:
+            UsageError: it communicates with other processes, which are not at this place and would not join.
+        """
+        if func.namespace in COLLECTIVES and not _is_fake((args, kwargs)):
+            raise UsageError(
+                f"the model's code communicates ({func}), and its costs are measured in one process, which "
+                "would wait for the others; name a schedule in place of schedule='auto', or give a plan by "
+                "penstock.plan.predict, which sends nothing"
+            )
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return result
@@ -97,6 +109,10 @@ class Meter(TorchDispatchMode):
         moved = sum(tensor.nbytes for tensor in operands)
         dtype = operands[0].dtype if operands else torch.float32
         self.work[flops, moved, str(dtype).removeprefix("torch.")] += 1
+
+
+def _is_fake(value: Any) -> bool:
+    return any(isinstance(tensor, FakeTensor) for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[Tensor]:

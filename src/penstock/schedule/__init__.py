@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.schedule.action import Action as Action
     from penstock.schedule.action import Op as Op
     from penstock.schedule.action import Overlap as Overlap
+    from penstock.schedule.action import Slice as Slice
     from penstock.schedule.action import matching as matching
     from penstock.schedule.action import parse_action as parse_action
     from penstock.schedule.base import Edge as Edge

@@ -1,7 +1,8 @@
 """Actions (an op on a stage for a microbatch), their text form, and patterns that match it.
 
-An action is written ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. A message that
-does not go to the neighbouring stage names its peer stage after an ``@``: ``0SEND_F1@5``.
+An action is written ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. Where
+sequences are cut, the slice follows: ``2F0.1``. A message that does not go to the neighbouring stage names
+its peer stage after an ``@``: ``0SEND_F1@5``.
 """
 
 from __future__ import annotations
@@ -64,19 +65,34 @@ NEIGHBOUR = {
 }
 
 
+class Slice(NamedTuple):
+    """A slice of a microbatch's sequences, where a schedule cuts them. Written ``0.1``.
+
+    Args:
+        microbatch: index of the microbatch, from 0.
+        number: index of the slice in it, from 0.
+    """
+
+    microbatch: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.number}"
+
+
 class Action(NamedTuple):
     """One op on one stage, for one microbatch if the op has one.
 
     Args:
         stage: index of the stage, from 0.
         op: what to do.
-        microbatch: index of the microbatch, from 0; ``None`` for ops on a whole stage.
+        microbatch: index of the microbatch, from 0, or one of its slices; ``None`` for ops on a whole stage.
         peer: for a message, the stage at its other end; ``None`` means the neighbouring stage.
     """
 
     stage: int
     op: Op
-    microbatch: int | None = None
+    microbatch: int | Slice | None = None
     peer: int | None = None
 
     def __str__(self) -> str:
@@ -118,12 +134,17 @@ def halves(entry: Entry) -> tuple[Action, ...]:
     return entry if isinstance(entry, Overlap) else (entry,)
 
 
+def microbatch_of(action: Action) -> int | None:
+    """The microbatch of an action, also if it is for one slice of it."""
+    return action[2].microbatch if isinstance(action[2], Slice) else action[2]
+
+
 def computes(entry: Entry) -> bool:
     """Tell if an entry is an F, I, W or B, or an overlapped pair of them."""
     return isinstance(entry, Overlap) or entry.op in COMPUTE_OPS
 
 
-def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
+def message(stage: int, op: Op, microbatch: int | Slice | None, peer: int) -> Action:
     """Make a message action; ``peer`` is left out if it is the neighbour: one form per message."""
     neighbour = peer == stage + NEIGHBOUR[op]
     return Action(stage, op, microbatch, None if neighbour else peer)
@@ -133,7 +154,7 @@ _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
 _SHOWN = 60
 """The most characters of an invalid text that an error shows."""
 _NUMBER = "(0|[1-9][0-9]{0,8})"
-_ACTION = re.compile(rf"{_NUMBER}({_OPS}){_NUMBER}?(?:@{_NUMBER})?")
+_ACTION = re.compile(rf"{_NUMBER}({_OPS})(?:{_NUMBER}(?:\.{_NUMBER})?)?(?:@{_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -141,7 +162,8 @@ def parse_action(text: str) -> Entry:
     """Read the text form of an action.
 
     Args:
-        text: an action: ``2F0``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or ``(0F1;1B2)OVERLAP_F_B``.
+        text: an action: ``2F0``, ``2F0.1``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or
+            ``(0F1;1B2)OVERLAP_F_B``.
 
     Raises:
         ScheduleError: the text is not an action; the message shows the form.
@@ -161,8 +183,9 @@ def _parse_one(text: str) -> Action:
         raise ScheduleError(
             f"{text[:_SHOWN]!r} is not an action; write <stage><op><microbatch>, such as 2F0 or 0SEND_F1"
         )
-    stage, op, microbatch, peer = parts.groups()
-    action = Action(int(stage), Op(op), _index(microbatch), _index(peer))
+    stage, op, whole, number, peer = parts.groups()
+    microbatch = _index(whole) if number is None else Slice(int(whole), int(number))
+    action = Action(int(stage), Op(op), microbatch, _index(peer))
     problem = misfit(action)
     if problem:
         raise ScheduleError(f"{text!r}: {problem}")
@@ -188,7 +211,7 @@ def misfit(action: Action) -> str | None:
 
 
 _PART = r"(\*|0|[1-9][0-9]*)"
-_PATTERN = re.compile(rf"{_PART}(\*|{_OPS}){_PART}?(?:@{_PART})?")
+_PATTERN = re.compile(rf"{_PART}(\*|{_OPS})({_PART[1:-1]}|\d+\.\d+)?(?:@{_PART})?")
 
 
 def matching(pattern: str) -> Callable[[Action], bool]:
@@ -197,8 +220,9 @@ def matching(pattern: str) -> Callable[[Action], bool]:
     Args:
         pattern: ``<stage><op><microbatch>``, each of them as in an action's text or ``*``: ``3F0``, ``*F*``,
             ``3*0``, ``3B*``. The microbatch may be left out if the op is ``*`` or acts on a whole stage:
-            ``3*`` matches all that stage 3 does, ``*UNSHARD`` every unshard, ``*`` everything. A message
-            may name its peer stage, as in ``0SEND_F*@5``; otherwise any peer matches.
+            ``3*`` matches all that stage 3 does, ``*UNSHARD`` every unshard, ``*`` everything. ``3F0``
+            matches all slices of a microbatch, ``3F0.1`` one. A message may name its peer stage, as in
+            ``0SEND_F*@5``; otherwise any peer matches.
 
     Raises:
         ScheduleError: the text is not a pattern, or no action can match it.
@@ -209,7 +233,7 @@ def matching(pattern: str) -> Callable[[Action], bool]:
         return (
             stage in ("*", str(action.stage))
             and op in ("*", action.op.value)
-            and microbatch in ("*", str(action.microbatch))
+            and (microbatch in ("*", str(action[2])) or microbatch == str(microbatch_of(action)))
             and (peer == "*" or (action.op in PEER_OPS and peer == str(action.peer_stage)))
         )
 

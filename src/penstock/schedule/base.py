@@ -21,7 +21,9 @@ from penstock.schedule.action import (
     Op,
     Overlap,
     Program,
+    Slice,
     halves,
+    microbatch_of,
     misfit,
 )
 
@@ -192,10 +194,12 @@ class Schedule:
         microbatches: the number of microbatches; every microbatch index is below it.
         programs: each rank's actions, in the order in which it starts them.
         edges: the values that travel between stages; by default the chain.
+        slices: into how many slices the sequences of each microbatch are cut. If there are several, every
+            action for a microbatch is for one slice of it.
 
     Raises:
-        ScheduleError: there is not one program per rank, a stage, microbatch or peer is out of range, or
-            an action lacks a part that its op needs.
+        ScheduleError: there is not one program per rank, a stage, microbatch, slice or peer is out of range,
+            or an action lacks a part that its op needs.
     """
 
     name: str = field(compare=False)
@@ -204,6 +208,7 @@ class Schedule:
     programs: tuple[Program, ...] = field(repr=False)
     # None means the chain, see __post_init__; an empty tuple means no edges at all.
     edges: Edges = field(default=cast("Edges", None), repr=False)
+    slices: int = 1
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -212,7 +217,7 @@ class Schedule:
         object.__setattr__(self, "programs", tuple(map(tuple, self.programs)))
         _check_edges(self.edges, self.stages)
         for rank, program in enumerate(self.programs):
-            _check_program(rank, program, self.stages, self.microbatches)
+            _check_program(rank, program, self)
 
     @property
     def stages(self) -> int:
@@ -223,6 +228,18 @@ class Schedule:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.placement.ranks
+
+    @property
+    def parts(self) -> Sequence[int] | Sequence[Slice]:
+        """What a stage runs, each forward once: the microbatches, or all of their slices."""
+        microbatches = range(self.microbatches)
+        if self.slices == 1:
+            return microbatches
+        return [Slice(m, number) for m in microbatches for number in range(self.slices)]
+
+    def position(self, part: int | Slice) -> int:
+        """The position of a microbatch or slice among :attr:`parts`."""
+        return part.microbatch * self.slices + part.number if isinstance(part, Slice) else part
 
     @cached_property
     def ops(self) -> frozenset[Op]:
@@ -265,6 +282,7 @@ class Schedule:
             for rank, program in enumerate(self.programs)
         )
         head = f"{self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        head += f" of {self.slices} slices" if self.slices > 1 else ""
         return "\n".join((head, *rows))
 
 
@@ -276,7 +294,7 @@ def flat(program: Sequence[Entry]) -> Iterator[Action]:
 
 
 def _check_counts(schedule: Schedule) -> None:
-    check_at_least_one(microbatches=schedule.microbatches)
+    check_at_least_one(microbatches=schedule.microbatches, slices=schedule.slices)
     if len(schedule.programs) != schedule.ranks:
         raise ScheduleError(
             f"{len(schedule.programs)} programs for {schedule.ranks} ranks: give one program per rank"
@@ -293,36 +311,50 @@ def _check_edges(edges: Edges, stages: int) -> None:
         raise ScheduleError(f"edges named twice: {twice}")
 
 
-def _check_program(rank: int, program: Program, stages: int, microbatches: int) -> None:
+def _check_program(rank: int, program: Program, schedule: Schedule) -> None:
     """Check that each action is valid: first by kind, and one by one only to find the error."""
-    if _sound(tuple(flat(program)), stages, microbatches):
+    if _sound(tuple(flat(program)), schedule):
         return
     for position, action in enumerate(flat(program)):
-        problem = _problem(action, stages, microbatches)
+        problem = _problem(action, schedule)
         if problem:
             raise ScheduleError(f"rank {rank}, position {position}, {action}: {problem}")
 
 
-def _sound(actions: Sequence[Action], stages: int, microbatches: int) -> bool:
+def _sound(actions: Sequence[Action], schedule: Schedule) -> bool:
     if not actions:
         return True
     columns = zip(*actions, strict=True)
     stage, op, microbatch, peer = columns
     without = [m is None for m in microbatch]
     named = [m for m in microbatch if m is not None]
+    if schedule.slices > 1 or Slice in set(map(type, named)):
+        one: int | Slice = Slice(0, 0)
+        in_range = set(named) <= set(schedule.parts)
+    else:
+        one = 0
+        in_range = min(named, default=0) >= 0 and max(named, default=0) < schedule.microbatches
     kinds = (
-        Action(stage, op, None if none else 0, peer)
+        Action(stage, op, None if none else one, peer)
         for stage, op, none, peer in set(zip(stage, op, without, peer, strict=True))
     )
-    in_range = min(named, default=0) >= 0 and max(named, default=0) < microbatches
-    return in_range and not any(_problem(kind, stages, microbatches) for kind in kinds)
+    return in_range and not any(_problem(kind, schedule) for kind in kinds)
 
 
-def _problem(action: Action, stages: int, microbatches: int) -> str | None:
+def _problem(action: Action, schedule: Schedule) -> str | None:
+    stages, microbatches, slices = schedule.stages, schedule.microbatches, schedule.slices
     if not 0 <= action.stage < stages:
         return f"there is no stage {action.stage}; stages go from 0 to {stages - 1}"
-    if action.microbatch is not None and not 0 <= action.microbatch < microbatches:
-        return f"there is no microbatch {action.microbatch}; microbatches go from 0 to {microbatches - 1}"
+    number = microbatch_of(action)
+    if number is not None and not 0 <= number < microbatches:
+        return f"there is no microbatch {number}; microbatches go from 0 to {microbatches - 1}"
+    if isinstance(action.microbatch, Slice):
+        if slices == 1:
+            return "the schedule has no slices; give it slices= if it cuts sequences"
+        if not 0 <= action.microbatch.number < slices:
+            return f"there is no slice {action.microbatch.number}; slices go from 0 to {slices - 1}"
+    elif number is not None and slices > 1:
+        return f"it names no slice, and the schedule has {slices}; write {action}.0 for the first"
     if action.op in NEIGHBOUR and not 0 <= action.peer_stage < stages:
         return f"its peer, stage {action.peer_stage}, does not exist"
     return misfit(action)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import Action, Op, Slice
 from penstock.schedule.base import Schedule
 
 # ---- what actions cost
@@ -40,7 +40,11 @@ class Costs:
         stash: memory that I holds until W is done.
         host_latency: time that a copy between a device and its host takes beside that of its bytes.
         host_bandwidth: units of ``activation`` that such a copy moves per unit of time.
-        overlap: the share of the shorter half that an overlapped pair of F and B hides, from 0 to 1.
+        overlap: the share of the shorter half that an overlapped pair hides, from 0 to 1, by the stage of its
+            F; 0 where F runs first, and then the backward.
+        slice_times: the share of a microbatch's times that each of its slices takes; by default equal. Later
+            slices of causal attention take more.
+        slice_sizes: the share of its memory and of its messages that each of them has; by default equal.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
 
     Raises:
@@ -59,7 +63,9 @@ class Costs:
     stash: Cost = 1
     host_latency: float = 0
     host_bandwidth: float = math.inf
-    overlap: float = 0
+    overlap: Cost = 0
+    slice_times: Sequence[float] | None = None
+    slice_sizes: Sequence[float] | None = None
     unit: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -76,14 +82,17 @@ class Costs:
             _check_bandwidth("bandwidth", bandwidth)
         _check_cost("host_latency", self.host_latency)
         _check_bandwidth("host_bandwidth", self.host_bandwidth)
-        if not 0 <= self.overlap <= 1:
-            raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
+        for name in ("slice_times", "slice_sizes"):
+            _check_cost(name, getattr(self, name) or 0)
+        for share in self.overlap if isinstance(self.overlap, Sequence) else (self.overlap,):
+            if not 0 <= share <= 1:
+                raise UsageError(f"overlap={share}: must be from 0 to 1")
 
     def per_stage(self, name: str, stages: int) -> list[float]:
         """One of the costs as a list, with a number for each stage.
 
         Args:
-            name: ``forward``, ``input``, ``weight``, ``backward``, ``activation`` or ``stash``.
+            name: ``forward``, ``input``, ``weight``, ``backward``, ``activation``, ``stash`` or ``overlap``.
             stages: the number of stages.
 
         Raises:
@@ -102,6 +111,25 @@ class Costs:
                 f"{name} has {len(cost)} numbers for {stages} stages: give one for each stage, or one for all"
             )
         return list(cost)
+
+    def per_slice(self, name: str, schedule: Schedule) -> Callable[[int | Slice | None], float]:
+        """The share that a part of a microbatch has of its costs: 1 for a whole one.
+
+        Args:
+            name: ``slice_times`` or ``slice_sizes``.
+            schedule: the schedule, which says how many slices there are.
+
+        Raises:
+            UsageError: the cost is a list of another length.
+        """
+        if schedule.slices == 1:
+            return lambda _: 1.0
+        shares = getattr(self, name) or [1 / schedule.slices] * schedule.slices
+        if len(shares) != schedule.slices:
+            raise UsageError(
+                f"{name} has {len(shares)} numbers for {schedule.slices} slices: give one for each"
+            )
+        return lambda part: shares[part.number] if isinstance(part, Slice) else 1.0
 
     def wire(self, source: int, target: int) -> tuple[float, float]:
         """Latency and bandwidth of messages from one rank to another."""

@@ -61,6 +61,8 @@ class Slow:
 def costs_of(stages: int, timeline: Timeline) -> Costs:
     """The median times of the actions of a recorded step; 0 for those that did not run.
 
+    Of pairs whose halves ran at the same time, what these take alone shows how much they have hidden.
+
     Args:
         stages: the number of stages.
         timeline: the step as it was recorded.
@@ -70,7 +72,14 @@ def costs_of(stages: int, timeline: Timeline) -> Costs:
         name: [median(took[op, stage] or [0.0]) for stage in range(stages)]
         for op, name in COST_OF.items()
     }
-    return Costs(**costs, unit="s")
+    spans = {span.action: span for span in timeline.spans if timeline.overlapped}
+    hidden: dict[int, list[float]] = defaultdict(lambda: [0.0])
+    for forward, backward in timeline.overlapped:
+        halves = costs["forward"][forward.stage], costs["backward"][backward.stage]
+        whole = max(spans[forward].end, spans[backward].end) - spans[forward].start
+        hidden[forward.stage].append((sum(halves) - whole) / (min(halves) or 1.0))
+    shares = [min(1.0, max(0.0, median(hidden[stage][1:] or [0.0]))) for stage in range(stages)]
+    return Costs(**costs, overlap=shares if hidden else 0, unit="s")
 
 
 def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[Slow, ...]:
@@ -98,12 +107,18 @@ def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[S
 
 
 def _durations_in(*timelines: Timeline) -> dict[tuple[Op, int], list[float]]:
-    """How long the computing actions of each op and stage took."""
-    took: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for span in chain(*(timeline.spans for timeline in timelines)):
-        if span.action.op in COMPUTE_OPS:
-            took[span.action.op, span.action.stage].append(span.duration)
-    return took
+    """How long the computing actions of each op and stage took; beside another half only if never alone."""
+    alone: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    beside: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        together = set(chain(*timeline.overlapped))
+        for span in timeline.spans:
+            if span.action.op in COMPUTE_OPS:
+                took = beside if span.action in together else alone
+                took[span.action.op, span.action.stage].append(span.duration)
+    for key in beside.keys() - alone.keys():
+        alone[key] = beside[key]
+    return alone
 
 
 def _middle(seconds: Sequence[float]) -> float:

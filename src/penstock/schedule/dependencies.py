@@ -19,13 +19,16 @@ UNSHARD               nothing
 RESHARD               the UNSHARD of the stage
 OFFLOAD               the F that saves the activations
 RELOAD                the OFFLOAD
+F of a slice          also the F of the slice before, whose state it uses
+I or B of a slice     also the I or B of the slice after, which owes the state its gradient
 ====================  =====================================================================
 
 If the schedule spells out no messages, a value from another rank needs that rank's F, I or B itself.
 If a stage has an UNSHARD, its F, I, W and B need the stage unsharded: :meth:`Dependencies.shards`.
 
-What an action needs does not depend on its microbatch. So :meth:`Dependencies.needs` states the rule once
-for a stage, an op and a peer, and :meth:`Dependencies.before` applies it to one action.
+What an action needs does not depend on its microbatch, nor on its slice but for the first or last. So
+:meth:`Dependencies.needs` states the rule once for a stage, an op and a peer, and :meth:`Dependencies.before`
+applies it to one action.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ from typing import NamedTuple
 
 from penstock.schedule.action import (
     COMPUTE_OPS,
+    GRADIENT_OPS,
     MESSAGE_OPS,
     SEND_OPS,
     STAGE_OPS,
     Action,
     Op,
+    Slice,
     message,
 )
 from penstock.schedule.base import Edge, Schedule
@@ -65,11 +70,12 @@ class Either(Enum):
 
 
 class Need(NamedTuple):
-    """An action that is needed, without its microbatch."""
+    """An action that is needed, without its microbatch; ``slice`` is how many slices after it is."""
 
     stage: int
     op: Op | Either
     peer: int | None = None
+    slice: int = 0
 
     @property
     def split_op(self) -> Op:
@@ -96,7 +102,7 @@ class Dependencies:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._microbatches = schedule.microbatches
+        self._parts, self._slices = schedule.parts, schedule.slices
         self._rank_of = schedule.placement.rank_of
         used = _used_by(schedule.edges, schedule.stages)
         self._sources: list[list[int]] = [[] for _ in used]
@@ -139,8 +145,8 @@ class Dependencies:
         stage, op, microbatch, peer = action
         needs = self.needs(stage, op, peer)
         if op is Op.REDUCE_GRAD:
-            return [self.settle(need, m) for need in needs for m in range(self._microbatches)]
-        return [self.settle(need, microbatch) for need in needs]
+            return [self.settle(need, m) for need in needs for m in self._parts]
+        return [self.settle(need, microbatch) for need in needs if self.has(need, microbatch)]
 
     def needs(self, stage: int, op: Op, peer: int | None = None) -> Needs:
         """The needs of the actions of a stage, an op and a peer, whatever their microbatch.
@@ -151,11 +157,23 @@ class Dependencies:
         if key not in self._known:
             shard = (Need(stage, Op.UNSHARD),) if self.shards(stage) and op in COMPUTE_OPS else ()
             self._known[key] = self._rule[op](Action(stage, op, 0, peer)) + shard
+            if self._slices > 1 and op is Op.F:
+                self._known[key] += (Need(stage, op, slice=-1),)
+            elif self._slices > 1 and op in GRADIENT_OPS:
+                self._known[key] += (Need(stage, Either.INPUT_GRADIENT, slice=1),)
         return self._known[key]
 
-    def settle(self, need: Need, microbatch: int | None) -> Action:
+    def has(self, need: Need, microbatch: int | Slice | None) -> bool:
+        """Tell if there is the slice that a need is about: the first has none before it."""
+        if not (need.slice and isinstance(microbatch, Slice)):
+            return True
+        return 0 <= microbatch.number + need.slice < self._slices
+
+    def settle(self, need: Need, microbatch: int | Slice | None) -> Action:
         """The action that meets a need for one microbatch."""
-        stage, op, peer = need
+        stage, op, peer, after = need
+        if after and isinstance(microbatch, Slice):
+            microbatch = Slice(microbatch.microbatch, microbatch.number + after)
         if op is Either.ACTIVATIONS:
             return Action(stage, op.value[self.offloads(stage, microbatch)], microbatch)
         if isinstance(op, Either):
@@ -171,11 +189,11 @@ class Dependencies:
         """
         return stage in self._sharded
 
-    def offloads(self, stage: int, microbatch: int | None) -> bool:
+    def offloads(self, stage: int, microbatch: int | Slice | None) -> bool:
         """Tell if what F of a stage and microbatch has saved waits for its backward on the host."""
         return (stage, microbatch) in self._offloaded
 
-    def gradient(self, stage: int, microbatch: int | None) -> Action:
+    def gradient(self, stage: int, microbatch: int | Slice | None) -> Action:
         """The action that computes the gradient of a stage's inputs: its B if it has one, else its I."""
         full = self._full is None or (stage, microbatch) in self._full
         return Action(stage, Op.B if full else Op.I, microbatch)
@@ -288,7 +306,7 @@ def _other_end(action: Action) -> Needs:
     return (Need(stage, op, peer),)
 
 
-def _places(schedule: Schedule, op: Op) -> frozenset[tuple[int, int | None]]:
+def _places(schedule: Schedule, op: Op) -> frozenset[tuple[int, int | Slice | None]]:
     """The pairs (stage, microbatch) that have an op."""
     if op not in schedule.ops:
         return frozenset()
@@ -300,6 +318,6 @@ def _places(schedule: Schedule, op: Op) -> frozenset[tuple[int, int | None]]:
     )
 
 
-def _full_backwards(schedule: Schedule) -> frozenset[tuple[int, int | None]] | None:
+def _full_backwards(schedule: Schedule) -> frozenset[tuple[int, int | Slice | None]] | None:
     """The pairs (stage, microbatch) that run B rather than I; ``None`` if all do."""
     return _places(schedule, Op.B) if Op.I in schedule.ops else None

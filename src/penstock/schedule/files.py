@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import InputFileError, ScheduleError, UsageError, printable
-from penstock.schedule.action import COMPUTE_OPS, Entry, Program, parse_action
+from penstock.schedule.action import COMPUTE_OPS, Entry, Program, Slice, parse_action
 from penstock.schedule.base import (
     Edge,
     Placement,
@@ -150,10 +150,14 @@ def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Sched
     programs = tuple(_entries(rows, "row {row}, column {column}", 1, limits))
     placement = _placement(programs)
     actions = (action for program in programs for action in flat(program))
-    microbatches = 1 + max((action.microbatch or 0 for action in actions), default=0)
-    _check_microbatches(placement.stages, microbatches, limits)
+    named = {action.microbatch for action in actions}
+    slices = 1 + max((m.number for m in named if isinstance(m, Slice)), default=0)
+    microbatches = 1 + max(
+        (m.microbatch if isinstance(m, Slice) else m or 0 for m in named), default=0
+    )
+    _check_microbatches(placement.stages, microbatches * slices, limits)
     try:
-        return Schedule(name, placement, microbatches, programs)
+        return Schedule(name, placement, microbatches, programs, slices=slices)
     except ScheduleError as error:
         raise InputFileError(f"{error} (rank r is row r + 1)") from error
 
@@ -203,6 +207,7 @@ class ScheduleJson(BaseModel):
     version: Literal[1]
     name: str
     microbatches: Number
+    slices: Number = 1
     placement: list[Number]
     edges: list[EdgeJson]
     programs: list[list[str]]
@@ -215,6 +220,7 @@ def to_json(schedule: Schedule) -> str:
         "version": 1,
         "name": schedule.name,
         "microbatches": schedule.microbatches,
+        **({"slices": schedule.slices} if schedule.slices > 1 else {}),
         "placement": schedule.placement.rank_of,
         "edges": [asdict(edge) for edge in schedule.edges],
     }
@@ -242,7 +248,7 @@ def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
     beyond = next((rank for rank in read.placement if not 0 <= rank < stages), None)
     if beyond is not None:
         raise InputFileError(f"placement: {beyond} is not a rank of {stages} stages")
-    _check_microbatches(stages, read.microbatches, limits)
+    _check_microbatches(stages, read.microbatches * max(1, read.slices), limits)
     try:
         return Schedule(
             printable(read.name, keep="")[:_LONGEST_NAME],
@@ -250,6 +256,7 @@ def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
             read.microbatches,
             programs,
             tuple(map(_edge, read.edges)),
+            read.slices,
         )
     except ScheduleError as error:
         raise InputFileError(str(error)) from error

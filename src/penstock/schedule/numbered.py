@@ -25,6 +25,7 @@ from penstock.schedule.action import (
     Action,
     Entry,
     Op,
+    Slice,
     halves,
     message,
 )
@@ -72,6 +73,7 @@ class Numbered:
 
     def __init__(self, schedule: Schedule, costs: Costs | None = None) -> None:
         self.schedule, self.costs = schedule, costs or Costs()
+        self._size_of = self.costs.per_slice("slice_sizes", schedule)
         self.rule = Dependencies(schedule)
         self.entries: list[Entry] = [*chain.from_iterable(schedule.programs)]
         self.rank: list[int] = []
@@ -79,7 +81,7 @@ class Numbered:
         for rank, program in enumerate(schedule.programs):
             self.programs.append(range(len(self.rank), len(self.rank) + len(program)))
             self.rank += [rank] * len(program)
-        self.lanes: dict[Lane, dict[int | None, int]] = defaultdict(dict)
+        self.lanes: dict[Lane, dict[int | Slice | None, int]] = defaultdict(dict)
         self.repeated: list[tuple[int, Action]] = []
         self._fill_lanes()
         self.needs: list[list[Link]] = [[] for _ in self.entries]
@@ -104,14 +106,16 @@ class Numbered:
 
     def _open_channels(self) -> None:
         """Make a transfer of each message that has both ends."""
-        rank_of = self.schedule.placement.rank_of
+        rank_of, size_of = self.schedule.placement.rank_of, self._size_of
         channels: dict[tuple[int, Op, int], list[tuple[int, int]]] = defaultdict(list)
         takes: dict[int, float] = {}
         for lane in [lane for lane in self.lanes if lane[1] in RECV_OPS]:
             (need,) = self.rule.needs(*lane)
             send = self.rule.settle(need, 0)
             ends = [(sent, number) for number, _, sent in self._met(lane, need) if sent is not None]
-            takes |= dict.fromkeys(dict(ends), transfer_of(self.schedule, send, self.costs))
+            transfer = transfer_of(self.schedule, send, self.costs)
+            posts = self.lanes.get(lane_of(send), {}).items()
+            takes |= {number: transfer * size_of(m) if transfer else 0.0 for m, number in posts}
             channels[rank_of[send.stage], send.op, rank_of[lane[0]]] += ends
         for (source, _, target), messages in channels.items():
             latency, _ = self.costs.wire(source, target)
@@ -128,7 +132,7 @@ class Numbered:
         """Make a transfer of each copy; what comes back must have left before."""
         sizes = self.costs.per_stage("activation", self.schedule.stages)
         for op in (Op.OFFLOAD, Op.RELOAD):
-            posts: list[list[tuple[int, int, int | None]]] = [
+            posts: list[list[tuple[int, int, int | Slice | None]]] = [
                 [] for _ in range(self.schedule.ranks)
             ]
             for (stage, kind, _), numbers in self.lanes.items():
@@ -139,9 +143,8 @@ class Numbered:
                 for transfer, (number, stage, m) in enumerate(sorted(each), first):
                     left = self.lanes[stage, Op.OFFLOAD, None].get(m) if op is Op.RELOAD else None
                     self.copies[number] = transfer
-                    self.lengths.append(
-                        self.costs.host_latency + sizes[stage] / self.costs.host_bandwidth
-                    )
+                    moved = sizes[stage] * self._size_of(m)
+                    self.lengths.append(self.costs.host_latency + moved / self.costs.host_bandwidth)
                     self.needs.append([(number, 0.0)])
                     if op is Op.RELOAD:
                         self.arrival[number] = (transfer, 0.0)
@@ -149,11 +152,13 @@ class Numbered:
                         self.needs[transfer].append((self.copies[left], 0.0))
                 self.programs.append(range(first, len(self.needs)))
 
-    def _met(self, lane: Lane, need: Need) -> list[tuple[int, int | None, int | None]]:
+    def _met(self, lane: Lane, need: Need) -> list[tuple[int, int | Slice | None, int | None]]:
         """Each number of a lane, a microbatch of which it needs something, and the number of that."""
-        stage, op, peer = need
+        stage, op, peer, after = need
         lanes, numbers = self.lanes, self.lanes[lane]
-        known: dict[int | None, int | None] = {**lanes.get((stage, need.split_op, peer), {})}
+        known: dict[int | Slice | None, int | None] = {
+            **lanes.get((stage, need.split_op, peer), {})
+        }
         if op is Either.ACTIVATIONS:
             reloads = lanes.get((stage, Op.RELOAD, None), {})
             known |= {m: reloads.get(m) for m in lanes.get((stage, Op.OFFLOAD, None), ())}
@@ -162,8 +167,11 @@ class Numbered:
         elif op in STAGE_OPS:
             known = dict.fromkeys(numbers, known.get(None))
         if lane[1] is Op.REDUCE_GRAD:
-            every = range(self.schedule.microbatches)
+            every = self.schedule.parts
             return [(number, m, known.get(m)) for number in numbers.values() for m in every]
+        if after:
+            there = [m for m in numbers if self.rule.has(need, m)]
+            return [(numbers[m], m, known.get(self.rule.settle(need, m)[2])) for m in there]
         return [(number, m, known.get(m)) for m, number in numbers.items()]
 
     def _link(self, lane: Lane, need: Need) -> None:
@@ -178,10 +186,14 @@ class Numbered:
             elif met in arrival:
                 needs[number].append(arrival[met])
             elif lag is not None:
-                needs[number].append((met, lag))
+                latency, transfer = lag
+                needs[number].append((met, latency + transfer * self._size_of(m)))
 
-    def _under_way(self, need: Need, user: int) -> float | None:
-        """How long a result travels to a stage without messages; ``None`` if it does not change ranks."""
+    def _under_way(self, need: Need, user: int) -> tuple[float, float] | None:
+        """The latency of a result that no message carries, and how long that of a whole microbatch travels.
+
+        ``None`` if it does not change ranks.
+        """
         rank_of = self.schedule.placement.rank_of
         source, target = rank_of[need.stage], rank_of[user]
         if source == target:
@@ -191,7 +203,7 @@ class Numbered:
             for send in self.rule.sends(Action(need.stage, need.split_op, 0))
             if rank_of[send.peer_stage] == target
         )
-        return self.costs.wire(source, target)[0] + max(transfers, default=0.0)
+        return self.costs.wire(source, target)[0], max(transfers, default=0.0)
 
     def run(self, duration: Sequence[float] = (), *, blocking_sends: bool = False) -> Ran:
         """Run it, to its end or as far as it comes.

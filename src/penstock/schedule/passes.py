@@ -22,6 +22,7 @@ from penstock.schedule.action import (
     Op,
     Overlap,
     Program,
+    Slice,
     computes,
     halves,
 )
@@ -304,28 +305,28 @@ class _Stays:
     def __init__(self, program: Program, ahead: int) -> None:
         self.program, self.ahead = program, ahead
         self.computing = [entry for entry in program if computes(entry)]
-        starts: dict[tuple[int, int | None], int] = {}
-        self.uses: dict[tuple[int, int | None], tuple[int, int]] = {}
+        starts: dict[tuple[int, int | Slice | None], int] = {}
+        self.uses: dict[tuple[int, int | Slice | None], tuple[int, int]] = {}
         for place, entry in enumerate(self.computing):
             for stage, op, microbatch, _ in halves(entry):
                 if op is Op.F:
                     starts[stage, microbatch] = place
                 elif op in GRADIENT_OPS and (stage, microbatch) in starts:
                     self.uses[stage, microbatch] = starts[stage, microbatch], place
-        self.gaps: dict[int, list[tuple[int, tuple[int, int | None]]]] = defaultdict(list)
+        self.gaps: dict[int, list[tuple[int, tuple[int, int | Slice | None]]]] = defaultdict(list)
         for which, (first, last) in self.uses.items():
             if last - first > 2 * ahead:
                 self.gaps[first + ahead + 1].append((last - ahead, which))
 
-    def leaving(self, keep: int) -> tuple[int, set[tuple[int, int | None]]]:
+    def leaving(self, keep: int) -> tuple[int, set[tuple[int, int | Slice | None]]]:
         """How many are on the device at a time, and which leave so that these are no more than ``keep``.
 
         Where one too many would stay, the one that may be away longest from there leaves.
         """
         ends = {last for _, last in self.uses.values()}
         begins = {first for first, _ in self.uses.values()}
-        left, most, held = set[tuple[int, int | None]](), 0, 0
-        may_leave: list[tuple[int, tuple[int, int | None]]] = []
+        left, most, held = set[tuple[int, int | Slice | None]](), 0, 0
+        may_leave: list[tuple[int, tuple[int, int | Slice | None]]] = []
         back = Counter[int]()
         for place in range(len(self.computing)):
             held += (place in begins) - (place - 1 in ends) + back[place]
@@ -339,7 +340,7 @@ class _Stays:
             most = max(most, held)
         return most, left
 
-    def offloaded(self, leaving: set[tuple[int, int | None]]) -> Iterator[Entry]:
+    def offloaded(self, leaving: set[tuple[int, int | Slice | None]]) -> Iterator[Entry]:
         """The program, with what leaves and comes back."""
         returning = defaultdict[int, list[Action]](list)
         for which in leaving:

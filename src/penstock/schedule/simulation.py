@@ -20,7 +20,7 @@ from penstock.schedule.action import (
     computes,
 )
 from penstock.schedule.base import Schedule, flat, paused_collection
-from penstock.schedule.clock import ITS_TURN, Costs, Ran, durations, growths
+from penstock.schedule.clock import ITS_TURN, Cost, Costs, Ran, durations, growths
 from penstock.schedule.numbered import Numbered
 from penstock.schedule.passes import add_communication
 from penstock.schedule.timeline import Span, Timeline
@@ -59,6 +59,7 @@ class Simulation:
 
     def __init__(self, schedule: Schedule, costs: Costs, takes: Callable[[Action], float]) -> None:
         self.schedule, self.costs, self._takes = schedule, costs, takes
+        self._overlap = costs.per_stage("overlap", schedule.stages)
         self._numbered = Numbered(schedule, costs)
         self._lengths = [*map(self._length, self._numbered.entries)]
         self._start, self._end, self._cause, *_ = completed(self._numbered, self._lengths)
@@ -72,7 +73,7 @@ class Simulation:
     def _before_backward(self, pair: Overlap) -> float:
         """How long the forward of a pair runs before the backward starts beside it."""
         forward, backward = map(self._takes, pair)
-        return forward - self.costs.overlap * min(forward, backward)
+        return forward - self._overlap[pair.forward.stage] * min(forward, backward)
 
     # ---- what took how long
 
@@ -165,12 +166,13 @@ class Simulation:
     def _held(self) -> list[list[tuple[float, float]]]:
         """What each rank holds from each time on at which that changes."""
         growth = growths(self.costs, self.schedule.stages)
+        size_of = self.costs.per_slice("slice_sizes", self.schedule)
         held = []
         for rank, row in enumerate(self._rows):
             changes = [
-                (end if op is not Op.F else start, number, growth[op][stage])
+                (end if op is not Op.F else start, number, growth[op][stage] * size_of(m))
                 for number in row
-                for _, (stage, op, *_), start, end in self._spans_at(number)
+                for _, (stage, op, m, _), start, end in self._spans_at(number)
             ]
             changes += (
                 (self._end[copy] if size > 0 else self._start[copy], number, -size)
@@ -183,10 +185,12 @@ class Simulation:
         """A rank's OFFLOADs and RELOADs, their transfers, and by how much each changes its host's memory."""
         numbered = self._numbered
         sizes = self.costs.per_stage("activation", self.schedule.stages)
+        size_of = self.costs.per_slice("slice_sizes", self.schedule)
         for number, copy in numbered.copies.items():
             if numbered.rank[number] == rank:
-                stage, op, *_ = numbered.action(number)
-                yield number, copy, sizes[stage] if op is Op.OFFLOAD else -sizes[stage]
+                stage, op, m, _ = numbered.action(number)
+                size = sizes[stage] * size_of(m)
+                yield number, copy, size if op is Op.OFFLOAD else -size
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
@@ -293,12 +297,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     def takes(action: Action) -> float:
         return table[action.op][action.stage] if action.op in table else 0.0
 
-    return Simulation(schedule, costs, takes)
+    if schedule.slices == 1:
+        return Simulation(schedule, costs, takes)
+    share_of = costs.per_slice("slice_times", schedule)
+    return Simulation(schedule, costs, lambda action: takes(action) * share_of(action.microbatch))
 
 
 @paused_collection()
 def replay(
-    schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0
+    schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0, overlap: Cost = 0
 ) -> Timeline:
     """Lay measured durations out on one clock per rank.
 
@@ -308,6 +315,7 @@ def replay(
         schedule: the schedule that was run, with or without its messages.
         durations: the seconds of each action; an action that is not listed took none.
         latency: the seconds that a message takes to arrive.
+        overlap: the share of the shorter half that pairs hid, as in :class:`Costs`.
 
     Raises:
         ScheduleError: the schedule does not complete.
@@ -317,7 +325,8 @@ def replay(
     lacking = [str(a) for a in every if a.op in COMPUTE_OPS and a not in durations]
     if lacking:
         raise UsageError(f"no duration for {len(lacking)} actions: {', '.join(lacking[:5])}")
-    ran = Simulation(schedule, Costs(latency=latency), lambda action: durations.get(action, 0.0))
+    costs = Costs(latency=latency, overlap=overlap)
+    ran = Simulation(schedule, costs, lambda action: durations.get(action, 0.0))
     spans = tuple(span for span in ran.spans if span.action.op not in PEER_OPS)
     return Timeline(spans, schedule.ranks, "s", schedule.pairs)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import InputFileError, UsageError, printable
-from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, parse_action
+from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, Slice, parse_action
 from penstock.schedule.base import flat
 
 MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
@@ -62,6 +62,18 @@ class Timeline:
                 )
 
     @cached_property
+    def overlapped(self) -> tuple[Overlap, ...]:
+        """The pairs whose halves ran at the same time, rather than one after the other."""
+        ran = {span.action: span for span in self.spans if self.pairs}
+        return tuple(
+            pair
+            for pair in self.pairs
+            if pair.forward in ran
+            and pair.backward in ran
+            and ran[pair.forward].end > ran[pair.backward].start
+        )
+
+    @cached_property
     def start(self) -> float:
         """The start of the first span; 0 if there are none."""
         return min((span.start for span in self.spans), default=0.0)
@@ -110,9 +122,12 @@ class Timeline:
             for rank in range(self.ranks)
         ]
         for rank, action, start, end in self.spans:
-            stage, op, microbatch, _ = action
+            stage, op, part, _ = action
+            where = {"microbatch": part}
+            if isinstance(part, Slice):
+                where = {"microbatch": part.microbatch, "slice": part.number}
             times = {"ts": (start - self.start) * scale, "dur": (end - start) * scale}
-            args = {"op": op.value, "stage": stage, "microbatch": microbatch}
+            args = {"op": op.value, "stage": stage, **where}
             what = {"ph": "X", "name": str(action), "cat": op.value, "args": args}
             events.append({**what, **times, "pid": 0, "tid": rank})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -129,7 +129,7 @@ def _absent(numbered: Numbered, stage: int) -> Iterator[Action]:
         numbered.lanes.get((stage, op, None), {})
         for op in (Op.F, Op.I, Op.W, Op.B, Op.OFFLOAD, Op.RELOAD)
     )
-    for m in range(numbered.schedule.microbatches):
+    for m in numbered.schedule.parts:
         if m not in forward:
             yield Action(stage, Op.F, m)
         if numbered.schedule.trains and m not in full and not (m in input and m in weight):

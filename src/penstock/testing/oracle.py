@@ -41,6 +41,7 @@ from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
 from penstock.schedule import Schedule
+from penstock.schedule.action import microbatch_of
 
 SEED = 11
 """The seed of the random numbers, in the pipeline and in a plain loop over microbatches."""
@@ -323,7 +324,7 @@ def _piped(pipe: Pipeline, case: Case, run: Callable[..., StepResult]) -> dict[s
     def note(event: ActionEvent) -> None:
         if event.action.stage == pipe.schedule.stages - 1:
             output = event.outputs if pipe.model is None else event.outputs[0]
-            outputs[event.action.microbatch or 0] = map_tensors(output, _kept)
+            outputs[microbatch_of(event.action) or 0] = map_tensors(output, _kept)
 
     with pipe.on("*F*", after=note):
         result = run(*args, target=target, **kwargs)

@@ -61,7 +61,9 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     ranks: Count | None = _setting(
-        None, "Pipeline", "Ranks of the pipeline. Default: the world size under torchrun, else 4."
+        None,
+        "Pipeline",
+        "Ranks of the pipeline. Default: the world size under torchrun, else those of the plan, or 4.",
     )
     stages_per_rank: Count | None = _setting(
         None, "Pipeline", "Stages on each rank. Default: what the schedule needs."

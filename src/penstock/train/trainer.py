@@ -181,8 +181,9 @@ def _read_plan(config: TrainConfig, path: Path) -> Plan:
     except InputFileError as error:
         raise InputFileError(f"{path}: {error}") from error
     batch = plan.microbatches * plan.shape.samples * plan.replicas
+    is_set = config.ranks is not None or world_size() is not None
     for name, ours, planned in (
-        ("ranks", ranks_of(config), plan.ranks),
+        ("ranks", ranks_of(config) if is_set else plan.ranks, plan.ranks),
         ("batch", config.batch, batch),
         ("replicas", 1, plan.replicas),
     ):

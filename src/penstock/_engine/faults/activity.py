@@ -226,6 +226,7 @@ class Activity:
             awaited = str(self.pipeline[peer])
         else:
             awaited = ranges(self.pipeline)
+        part = getattr(action, "microbatch", None)  # a number, or a slice of one
         return Place(
             self.rank,
             self.process,
@@ -237,7 +238,7 @@ class Activity:
             inside=self.inside,
             setup=self.setup,
             stage=getattr(action, "stage", None),
-            microbatch=getattr(action, "microbatch", None),
+            microbatch=getattr(part, "microbatch", part),
             action=None if action is None else str(action),
             waits=waits,
             awaited=awaited,

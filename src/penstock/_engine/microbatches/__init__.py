@@ -18,6 +18,7 @@ from penstock._engine.microbatches.rules import (
     output_rule,
     read_rules,
 )
+from penstock._engine.microbatches.slicing import sliced
 from penstock._engine.microbatches.splitting import split_batch
 from penstock._engine.microbatches.tokens import labels_that_count
 
@@ -45,5 +46,6 @@ __all__ = [
     "output_rule",
     "read_rules",
     "rules_with_images",
+    "sliced",
     "split_batch",
 ]

@@ -42,6 +42,13 @@ class Adapter:
         """Whether this adapter still belongs to a stage's module, which the user may have wrapped since."""
         raise NotImplementedError
 
+    def check_postpones(self) -> None:
+        """Check that a training call may leave its gradients to a later one, before any rank begins it.
+
+        Raises:
+            UsageError: it may not.
+        """
+
     def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
         """Prepare for a call.
 
@@ -76,6 +83,9 @@ class Adapter:
 
     def abandon(self) -> None:
         """Clean up after an interrupted call."""
+
+    def drop(self) -> None:
+        """Drop gradients that an earlier call has left to be reduced, which do not lie in ``.grad``."""
 
 
 def adapter_of(
@@ -176,6 +186,10 @@ class Averaging(Adapter):
         """Forget what an interrupted call has started."""
         self._average.forget()
 
+    def drop(self) -> None:
+        """Forget which parameters have learned."""
+        self._summed.clear()
+
 
 class ReplicatedStage(Averaging):
     """A stage under ``replicas=``; what its wrappers reduce is left to them."""
@@ -244,13 +258,16 @@ class Sharded(Adapter):
         parts = _sharded_parts(module)
         return len(parts) == len(self._modules) and all(map(operator.is_, parts, self._modules))
 
-    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
-        """Postpone the reduction, and start to gather parameters."""
-        if trains and not finalizes and _collected_elsewhere(self._apart):
+    def check_postpones(self) -> None:
+        """Refuse where stages share weights: torch would have to add their shares up unreduced."""
+        if _collected_elsewhere(self._apart):
             raise UsageError(
                 "pipe.no_sync() cannot leave gradients of weights that stages share unreduced where "
                 "fully_shard has sharded them; call step outside of it"
             )
+
+    def begin(self, *, trains: bool = True, gathers: bool = True, finalizes: bool = True) -> None:
+        """Postpone the reduction, and start to gather parameters."""
         self._reduced = not (trains and finalizes)
         if trains:
             self._reduce_next(False)
@@ -268,11 +285,22 @@ class Sharded(Adapter):
 
     def _add_up(self) -> None:
         """Add up a microbatch's gradients in the type of the reduction, unless torch does so at once."""
-        groups = [g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups]
-        parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        for parameter in [one for one in parameters if hasattr(one, "_unsharded_param")]:
+        for parameter in self._gathered():
             for step in _SUMS:
                 getattr(parameter, step, _nothing)()
+
+    def _gathered(self) -> list[Any]:
+        """Torch's records of the parameters that have been gathered once."""
+        groups = [g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups]
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        return [parameter for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+    def drop(self) -> None:
+        """Drop gradients of gathered parameters; torch keeps them, or up to torch 2.14 a sum of them."""
+        for parameter in self._gathered():
+            parameter._unsharded_param.grad = None
+            if parameter.unsharded_accumulated_grad is not None:
+                parameter.unsharded_accumulated_grad = None
 
     def reduce(self) -> None:
         """Reduce the gradients, once, and free the gathered parameters.

@@ -1,7 +1,12 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
-from penstock._engine.runtime.calls import Call, StepState, check_plans, describe_stages
-from penstock._engine.runtime.cut import agree_on_cut
+from penstock._engine.runtime.calls import (
+    Call,
+    StepState,
+    check_plans,
+    describe_stages,
+    refusal_of,
+)
 from penstock._engine.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock._engine.runtime.kinds import contents_of
 from penstock._engine.runtime.loss import (
@@ -50,7 +55,6 @@ __all__ = [
     "Which",
     "add_loss",
     "advice",
-    "agree_on_cut",
     "check_function",
     "check_plans",
     "collect_losses",
@@ -58,5 +62,6 @@ __all__ = [
     "describe_stages",
     "differ",
     "forwards_first",
+    "refusal_of",
     "without_data",
 ]

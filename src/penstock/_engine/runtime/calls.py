@@ -8,8 +8,9 @@ its digest; all ranks then refuse the call before anything is sent or changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from math import isfinite
 from struct import pack, unpack
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.devices import autocast_types
-from penstock._engine.faults import versions
+from penstock._engine.faults import versions, without_library_frames
 from penstock._engine.microbatches import Batch, Microbatch
 from penstock._engine.parallel import Adapters, spread, whole
 from penstock._engine.rng import Draws
@@ -29,13 +30,16 @@ from penstock._engine.runtime.kinds import Agreement
 from penstock._engine.runtime.loss import StepLoss, Weights
 from penstock._engine.runtime.result import StepResult, StepTally
 from penstock._engine.transport import Job
-from penstock.errors import AgreementError, PenstockError
+from penstock.errors import AgreementError, PenstockError, StageError
 from penstock.schedule import Action, Op, Schedule
+from penstock.stage import OverlapFunction
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """One call of the pipeline. Every rank has one; they differ only in what their processes were given.
+
+    What it says is complete before any rank begins it, see :meth:`refusing`.
 
     Args:
         batch: as much of the batch as this process was given.
@@ -53,11 +57,14 @@ class Call:
         settings: returns the settings of optimizers that all ranks must have alike.
         finalizes: whether gradients are averaged over replicas and reduced over shards at its end, rather
             than by a later call.
+        slices: into how many slices sequences are cut in training, each a microbatch of its own in the batch;
+            0 if stages hand on no state.
+        overlap: the user's function that runs overlapped pairs, if any.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
     """
 
-    batch: Batch
+    batch: Batch = field(default_factory=Batch)
     loss: StepLoss | None = None
     trains: bool = True
     outputs: bool = False
@@ -70,7 +77,17 @@ class Call:
     same_batch: bool | None = False
     settings: Callable[[], Samples] = dict
     finalizes: bool = True
+    slices: int = 0
+    overlap: OverlapFunction | None = None
     custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """A context that completes the call: an error in it is raised on all ranks, and none begins."""
+        try:
+            yield
+        except Exception as error:
+            self.batch, self.refusal = Batch(), refusal_of(error)
 
     @property
     def mode(self) -> str:
@@ -84,6 +101,15 @@ class Call:
     def method(self) -> str:
         """The method that the user called."""
         return "step" if self.trains else "predict" if self.loss is None else "evaluate"
+
+
+def refusal_of(error: Exception) -> PenstockError:
+    """The error that every rank raises for one before the first microbatch, also of the user's code."""
+    if isinstance(error, PenstockError):
+        return error
+    refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+    refusal.__cause__ = error.with_traceback(without_library_frames(error))
+    return refusal
 
 
 # ---- what the ranks bring

@@ -26,12 +26,23 @@ from penstock._engine.runtime.hooks import WatchedAction
 from penstock._engine.runtime.messages import Messages, gradient_layout
 from penstock._engine.runtime.program import Flow, Instruction, Program, StageInstruction
 from penstock._engine.runtime.stage_losses import StageLosses
+from penstock._engine.runtime.states import STATE, States
 from penstock._engine.transport import Transport
 from penstock._engine.values import check_plain, map_tensors, tensors_in, unflatten
 from penstock.errors import MessageError, PenstockError, StageError
-from penstock.schedule import Action, Op
+from penstock.schedule import Action, Op, Overlap
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
-from penstock.stage import CHANGED, LEAF_CHANGED, Entrance, PipelineStage, StageCall
+from penstock.stage import (
+    CHANGED,
+    LEAF_CHANGED,
+    Entrance,
+    OverlapFunction,
+    PairForward,
+    PipelineStage,
+    StageCall,
+    looks_of,
+    run_pair,
+)
 
 Grads: TypeAlias = Sequence[Tensor | None]
 Watched: TypeAlias = WatchedAction | None
@@ -80,6 +91,12 @@ class Interpreter:
         """The gradients of each value, by the stage that owes them."""
         self._learners: dict[tuple[str, int], int] = {}
         """The number of tensors in each value that learn."""
+        self._begun: Instruction | None = None
+        """The forward of an overlapped pair, until its backward is due."""
+        self._instead: Callable[..., Any] | None = None
+        """What is called in place of a stage's module."""
+        self._looks: dict[tuple[int, int], str] = {}
+        """How the output of a stage looks for a kind of microbatch, in steps with pairs."""
         self._entered: dict[tuple[int, int], tuple[list[list[Tensor]], list[Tensor]]] = {}
         """For each forward the leaves of each value that came, and the batch's tensors that learn."""
 
@@ -116,6 +133,13 @@ class Interpreter:
         self._methods = dict.fromkeys(self._usual, self._run_watched) if is_watched else self._usual
         custom = step.call.custom or {}
         self._replaced = {op: partial(function, self._perform) for op, function in custom.items()}
+        self._pairs = (
+            dict(self._overlapping(program)) if in_order and step.call.trains and not custom else {}
+        )
+        self._usual[Op.B] = self._backward_of_pair if self._pairs else self._backward
+        self._alone = self._methods[Op.F]
+        if self._pairs:
+            self._methods = {**self._methods, Op.F: self._begin_pair}
         # In one process, only fault injection needs to know which action runs.
         self._is_noted = transport is not None or has_probes()
         if transport is not None:
@@ -124,6 +148,8 @@ class Interpreter:
             self._messages = Messages(program, step, transport, devices, proves)
         for stage in self.stages.values():
             stage.follow_wrappers(adapted=step.adapters is not None)
+        slices, trains = step.call.slices, step.call.trains
+        self._states = States(program.schedule.slices, trains=trains) if slices else None
         self._losses.take_up(step, has_last=max(self.stages) + 1 == program.schedule.stages)
         try:
             with self._losses.added:
@@ -194,6 +220,9 @@ class Interpreter:
         rank = self._rank_of(action)
         name = f"rank {rank}" if self._transport is None else self.activity.name
         at = f"{name}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        if action in self._pairs and self._begun is None:
+            pair, function = self._pairs[action]
+            at += f" in {pair}, which {getattr(function, '__qualname__', function)} runs"
         if isinstance(error, StageError):
             raise type(error)(f"{at}: {error}") from error.__cause__
         if isinstance(error, PenstockError):
@@ -226,20 +255,29 @@ class Interpreter:
             before = len(leaves)
             values[edge.value] = entrance.take(value, shared)
             entered.append(leaves[before:])
+        states = self._states
+        state = None if states is None else states.enter(index, microbatch, entrance)
         call, args, kwargs = binding.bind(
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
             partial(entrance.take, originals=entrance.of_batch),
         )
+        if states is not None:
+            kwargs = {**kwargs, STATE: state}
         self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
             watched.begin((args, kwargs))
-        output = stage.call(*call, *args, **kwargs)
+        output = (self._instead or stage.call)(*call, *args, **kwargs)
         if watched is not None:
             watched.outputs = output
         if entrance.versions:
             binding.leave(entrance)
+        of_state: list[Tensor] = []
+        if states is not None:
+            output, of_state = states.take_apart(index, microbatch, output)
+        if self._pairs:
+            self._check_alike(index, kind.number, output)
         output, made = binding.take_apart(output)
         roots: list[Tensor] = []
         for edge in flow.outputs[index]:
@@ -257,6 +295,7 @@ class Interpreter:
                 elif value.requires_grad:
                     roots.append(value)
                 self._learners[name, microbatch] = len(roots) - before
+        roots += of_state
         if stage.is_last and (step.call.outputs or step.call.keep):
             step.outputs[microbatch] = map_tensors(output, Tensor.detach)
         if stage.is_last or self._losses.added.terms:
@@ -264,6 +303,68 @@ class Interpreter:
             roots += self._losses.roots(stage, microbatch, output, inputs, leaves, entered)
         if step.call.trains:
             stage.keep(microbatch, roots, leaves)
+
+    # ---- overlapped pairs
+
+    def _overlapping(
+        self, program: Program
+    ) -> Iterator[tuple[Action, tuple[Overlap, OverlapFunction]]]:
+        """Both halves of the pairs that a function runs, with that: the user's, or the forward's module's."""
+        for pair in program.pairs:
+            function = self._step.call.overlap or self.stages[pair.forward.stage].overlapping
+            if function is not None and pair.backward.op is Op.B:
+                yield from dict.fromkeys(pair, (pair, function)).items()
+
+    def _begin_pair(self, forward: Instruction) -> None:
+        """Run a forward; that of a pair once its backward is due, when the values for both have come."""
+        if forward.action in self._pairs:
+            self._begun = forward
+        else:
+            self._alone(forward)
+
+    def _backward_of_pair(self, backward: Instruction, watched: Watched = None) -> None:
+        """Run a B, with its forward if it is one of a pair."""
+        forward, self._begun = self._begun, None
+        if forward is None:
+            self._backward(backward, watched)
+        else:
+            self._backward(backward, watched, partial(self._run_both, forward, backward))
+
+    def _run_both(
+        self, forward: Instruction, backward: Instruction, microbatch: int, owed: Grads
+    ) -> Grads:
+        """Run both halves of a pair by their function; return what a backward does."""
+        stage, other = self.stages[forward.stage], self.stages[backward.stage]
+        _, function = self._pairs[backward.action]
+        gradients: Grads = ()
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            nonlocal gradients
+            run = partial(stage.call, *args, **kwargs)
+            first, second = (
+                PairForward(stage.module, args, kwargs, run),
+                other.backward_of_pair(microbatch, owed),
+            )
+            with other.shared_context:
+                output, gradients = run_pair(function, first, second)
+            return output
+
+        self._instead = both
+        try:
+            self._alone(forward)
+        finally:
+            self._instead = None
+        return gradients
+
+    def _check_alike(self, stage: int, kind: int, output: Any) -> None:
+        """Check that a stage returns alike in a pair and alone: what needs no gradient would get none."""
+        looks = looks_of(output)
+        before = self._looks.setdefault((stage, kind), looks)
+        if looks != before:
+            raise StageError(
+                f"stage {stage} returned the tensors {looks}, and for another microbatch that looks alike "
+                f"{before}; let its forward and the function for pairs return the same"
+            )
 
     # ---- activations that wait on the host
 
@@ -320,17 +421,31 @@ class Interpreter:
                 gradients += [
                     _sum(column) for column in zip(*[by_user[u] for u in users], strict=True)
                 ]
+        if self._states is not None:
+            gradients += self._states.owed(stage, microbatch)
         return [*gradients, *self._losses.seeds.pop((stage, microbatch), ())]
 
-    def _backward(self, instruction: Instruction, watched: Watched = None) -> None:
-        """Run a B or an I: from the gradients that are owed to those of what the stage was given."""
+    def _backward(
+        self,
+        instruction: Instruction,
+        watched: Watched = None,
+        half: Callable[[int, Grads], Grads] | None = None,
+    ) -> None:
+        """Run a B or an I: from the gradients that are owed to those of what the stage was given.
+
+        Args:
+            instruction: which.
+            watched: the watch of it.
+            half: computes those of a microbatch from what it is owed; by default, the stage does.
+        """
         action, index, microbatch, _ = instruction
         stage, owed = self.stages[index], self._owed(index, microbatch)
         if watched is not None:
             watched.begin(owed)
         if action.op is Op.B and self._step.adapters is not None:
             self._step.adapters.watch(index, lambda: None)
-        half = stage.backward if action.op is Op.B else stage.backward_input
+        if half is None:
+            half = stage.backward if action.op is Op.B else stage.backward_input
         gradients = half(microbatch, owed)
         if watched is not None:
             watched.outputs = gradients
@@ -345,6 +460,8 @@ class Interpreter:
                     missing = self._kinds[microbatch].missing
                     missing[edge.value] = [gradient_layout(leaf) for leaf in leaves]
             start = end
+        if self._states is not None:
+            start += self._states.keep(index, microbatch, gradients[start:])
         if start < len(gradients):
             self._keep_batch_gradients(stage, microbatch, of_batch, gradients[start:])
         if action.op is Op.B and self._step.adapters is not None:

@@ -74,10 +74,7 @@ class Brought:
             "counted": batch.counted,
             "weighted": batch.weights is not None,
             "dim": batch.dim,
-            "data": batch.parts is not None
-            and not any(
-                tensor.is_meta for part in batch.parts for tensor in tensors_in(_named(part))
-            ),
+            "data": batch.parts is not None and has_data(batch.parts),
             "sequences": None if batch.sequences is None else list(batch.sequences),
         }
         self._of: list[int] = []
@@ -107,10 +104,19 @@ class Brought:
         return {**self._facts, "parts": described, "of": self._of}
 
 
+def has_data(parts: Sequence[Microbatch]) -> bool:
+    """Whether no argument of microbatches is on the meta device."""
+    # Those of one kind are pieces of the same tensors.
+    firsts = {index if of.kind is None else -1 - of.kind: of for index, of in enumerate(parts)}
+    tensors = tensors_in([[of.args, of.kwargs] for of in firsts.values()])
+    return True not in [tensor.is_meta for tensor in tensors]
+
+
 def _learning(targets: Sequence[Any]) -> list[list[Any]]:
     """The layouts of the tensors that require grad in each target, as JSON data; an empty list for none."""
-    rows = [[[*layout_of(t)] for t in tensors_in(target) if t.requires_grad] for target in targets]
-    return rows if any(rows) else []
+    if True not in [tensor.requires_grad for tensor in tensors_in([*targets])]:
+        return []
+    return [[[*layout_of(t)] for t in tensors_in(target) if t.requires_grad] for target in targets]
 
 
 def _named(part: Microbatch) -> dict[Key, Any]:

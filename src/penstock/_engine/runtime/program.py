@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
+from penstock._engine.transport import GRADIENTS, VALUES
+from penstock.schedule import Action, Dependencies, Edge, Op, Overlap, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.schedule.dependencies import proofs
-
-FORWARD, BACKWARD = 0, 1
-"""The directions in which values and gradients travel."""
 
 
 class Wire(NamedTuple):
@@ -30,7 +28,10 @@ class Wire(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An action for a microbatch, and the messages that must have arrived before it."""
+    """An action for a microbatch, and the messages that must have arrived before it.
+
+    A slice of a microbatch counts as one of its own: ``microbatch`` is its position among all of them.
+    """
 
     action: Action
     stage: int
@@ -88,14 +89,14 @@ class Flow:
         schedule, rank_of = self._schedule, self._schedule.placement.rank_of
         home, peer = rank_of[action.stage], rank_of[action.peer_stage]
         sends = action.op in (Op.SEND_F, Op.SEND_B)
-        direction = FORWARD if action.op in (Op.SEND_F, Op.RECV_F) else BACKWARD
+        direction = VALUES if action.op in (Op.SEND_F, Op.RECV_F) else GRADIENTS
         source, carrier = sorted((action.stage, action.peer_stage))
         edges: list[tuple[Edge, int]] = []
         for edge in self.outputs[source]:
             users = [target for target in edge.targets if rank_of[target] == rank_of[carrier]]
-            if direction == FORWARD and users:
+            if direction == VALUES and users:
                 edges.append((edge, carrier))
-            elif direction == BACKWARD and edge.gradient:
+            elif direction == GRADIENTS and edge.gradient:
                 # Sent one by one, not summed, so that all gradients of a value are added in one order.
                 edges += [(edge, user) for user in users]
         number = (source * schedule.stages + carrier) * 2 + direction
@@ -117,11 +118,14 @@ class Program:
         actions = merged(schedule) if rank is None else schedule.actions(rank)
         self.instructions = [self.instruction(action) for action in actions]
         self.offloaded = {
-            (i.action.stage, i.action.microbatch)
+            (i.stage, i.microbatch)
             for i in self.instructions
-            if i.action.op is Op.OFFLOAD
+            if isinstance(i, Instruction) and i.action.op is Op.OFFLOAD
         }
         """The stages and microbatches whose activations wait on the host."""
+        here = schedule.programs if rank is None else schedule.programs[rank : rank + 1]
+        self.pairs = [entry for program in here for entry in program if isinstance(entry, Overlap)]
+        """The overlapped pairs of this process."""
         self._flows: dict[tuple[Edge, ...], Flow] = {}
         self.proves = {} if rank is None else proofs(schedule, rank, self._rule)
         """For each message that arrives, this rank's SENDs that its sender has used by then."""
@@ -131,8 +135,9 @@ class Program:
         if action.microbatch is None:
             return StageInstruction(action, action.stage)
         receives = () if self._rank is None else self._rule.receives(action)
-        needs = tuple(Instruction(r, r.stage, action.microbatch) for r in receives)
-        return Instruction(action, action.stage, action.microbatch, needs)
+        part = self.schedule.position(action.microbatch)
+        needs = tuple(Instruction(r, r.stage, part) for r in receives)
+        return Instruction(action, action.stage, part, needs)
 
     def flow(self, edges: Sequence[Edge] | None = None) -> Flow:
         """The flow of values for microbatches with some edges; by default, with those of the schedule."""

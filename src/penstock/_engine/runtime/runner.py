@@ -41,7 +41,6 @@ from penstock._engine.runtime.calls import (
     first_known,
     is_known,
 )
-from penstock._engine.runtime.cut import Example, LateCut, agree_on_cut
 from penstock._engine.runtime.interpreter import Interpreter
 from penstock._engine.runtime.kinds import (
     Agreement,
@@ -50,6 +49,7 @@ from penstock._engine.runtime.kinds import (
     Kind,
     KnownCalls,
     ModelCall,
+    has_data,
     merge,
 )
 from penstock._engine.runtime.learning import check_learning, mark_of
@@ -58,7 +58,7 @@ from penstock._engine.runtime.program import Program
 from penstock._engine.runtime.result import Numbers
 from penstock._engine.runtime.stopping import GracefulStop
 from penstock._engine.transport import BROKEN, STEP, Group, Job, Replicas
-from penstock._engine.values import map_tensors, tensors_in
+from penstock._engine.values import map_tensors
 from penstock.errors import (
     AgreementError,
     PenstockError,
@@ -161,6 +161,12 @@ class Runner:
         """A context from the beginning of a call to its end, or to its refusal."""
         self.job.check_usable()
         activity = self.interpreter.activity
+        if activity.inside:
+            raise UsageError(
+                f"{call.method} was called in the middle of another call of this pipeline, as by a hook of "
+                "pipe.on(...), by loss_fn or by the model's own code; call it after that one, or in a hook "
+                "of pipe.on_step(...), which runs between steps"
+            )
         activity.begin(self.job.steps + call.trains)
         try:
             with torch.set_grad_enabled(call.trains):
@@ -226,8 +232,19 @@ class Runner:
 
     # ---- before a step
 
-    def cut_by(self, cut: LateCut, call: Call) -> None:
+    def cut_by(
+        self,
+        call: Call,
+        agree: Callable[[Callable[[], tuple[int, Any, Any]]], None],
+        take_stages: Callable[[], None],
+    ) -> None:
         """Cut a model by what the first call brings; all processes of the job call this.
+
+        Args:
+            call: the call.
+            agree: lets all ranks cut at the same places, or none. It is given a function that returns the
+                first rank that has arguments, and those and the target of a microbatch.
+            take_stages: takes the stages of this process.
 
         Raises:
             PenstockError: the call was refused, or the model cannot be cut, and nothing was changed.
@@ -238,7 +255,7 @@ class Runner:
                 raise call.refusal
             return Brought(call.mode, [], call.batch).describe()
 
-        def bring() -> tuple[int, Example, Any]:
+        def bring() -> tuple[int, Any, Any]:
             model_call = merge(self.job.pipeline.meet(describe))
             part = self._with_batch(model_call, call.batch.parts, count=1)[0]
             target = call.batch.targets[0] if call.batch.targets else MISSING
@@ -249,10 +266,10 @@ class Runner:
             activity.prepare("cuts the model")
             try:
                 with refusals():
-                    agree_on_cut(self.job, cut, bring)
+                    agree(bring)
                 activity.prepare("makes its stages")
                 with torch.inference_mode(mode=False), torch.enable_grad():
-                    cut.carry_out()
+                    take_stages()
             finally:
                 activity.prepared()
 
@@ -301,8 +318,12 @@ class Runner:
         expected, sums = 0, tuple[float, ...]()
         parts = call.batch.parts
         try:
+            if call.trains and not call.finalizes:
+                for adapter in self._find_adapters().values():
+                    adapter.check_postpones()
             counts = _counts_here(call.loss, call.batch)
-            if refusal is None and parts and _has_data(parts):
+            plans = refusal is None and self._planned is not None
+            if plans and parts and any(p.args or p.kwargs for p in parts) and has_data(parts):
                 # What fails here fails again below, unless the ranks were given different arguments.
                 with suppress(PenstockError):
                     scores = self._scores(call, parts)
@@ -714,6 +735,11 @@ class Runner:
                     self._adapters.pop(index, None)
         return self._adapters
 
+    def drop_gradients(self) -> None:
+        """Drop gradients that wrappers keep apart from ``.grad``, until they reduce them."""
+        for adapter in (*self._find_adapters().values(), *self._averages.values()):
+            adapter.drop()
+
 
 def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
     """Run the model's code without data; explain its errors."""
@@ -812,13 +838,6 @@ def largest_gradient(stages: Any) -> Tensor | None:
     gradients = [part for part in dense if part.numel()]
     # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
     return nn.utils.get_total_norm(gradients, torch.inf) if gradients else None
-
-
-def _has_data(parts: Sequence[Microbatch]) -> bool:
-    """Whether microbatches have arguments, and numbers in them."""
-    tensors = tensors_in([[part.args, part.kwargs] for part in parts])
-    given = any(part.args or part.kwargs for part in parts)
-    return given and not any(tensor.is_meta for tensor in tensors)
 
 
 def _path_of(score: Any) -> str:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from penstock._engine.faults import Activity, Meeting, Watch
 from penstock._engine.transport.base import (
     FIRST_TAG,
+    GRADIENTS,
     LEFT,
     VALUES,
     WEIGHTS,
@@ -25,6 +26,7 @@ from penstock._engine.transport.nccl import NcclTransport
 __all__ = [
     "BROKEN",
     "FIRST_TAG",
+    "GRADIENTS",
     "LEFT",
     "STEP",
     "VALUES",

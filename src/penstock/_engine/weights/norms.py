@@ -14,7 +14,12 @@ from penstock.errors import NonFiniteError, UsageError
 
 
 def all_norms(
-    job: Job, counted: Mapping[int, Mapping[str, Tensor]], stages: int, order: float
+    job: Job,
+    counted: Mapping[int, Mapping[str, Tensor]],
+    stages: int,
+    order: float,
+    *,
+    averaged: bool,
 ) -> Tensor:
     """The norms of the gradients of all stages that have some, in float64 on the CPU.
 
@@ -24,8 +29,14 @@ def all_norms(
             same order on every process of their mesh.
         stages: the number of stages.
         order: as for :func:`torch.linalg.vector_norm`.
+        averaged: whether the gradients here are those of all replicas.
+
+    Raises:
+        UsageError: the gradients of some rank are those of one replica.
     """
-    row = torch.zeros((2, stages), dtype=torch.float64, device="cpu")
+    # In the last column, how many ranks have gradients that are still to be averaged.
+    row = torch.zeros((2, stages + 1), dtype=torch.float64, device="cpu")
+    row[0, -1] = not averaged
     for stage, of in sorted(counted.items()):
         norms = global_norms([*_gradients(of).values()], order)
         if norms.numel():
@@ -33,18 +44,29 @@ def all_norms(
                 [torch.linalg.vector_norm(norms, order), norms.new_ones(())]
             )
     total = job.pipeline.sum(row, "the norm of the gradients")
+    _check_averaged(not total[0, -1])
     return total[0, total[1] > 0]
 
 
+def _check_averaged(averaged: bool) -> None:
+    if not averaged:
+        raise UsageError(
+            "the last step was inside pipe.no_sync(): its gradients, and so their norm, are those of one "
+            "replica. Clip, measure and step the optimizer after a step outside of it, which averages the "
+            "gradients of all steps since"
+        )
+
+
 def norms_by_name(
-    job: Job, counted: Mapping[int, Mapping[str, Tensor]], order: float
+    job: Job, counted: Mapping[int, Mapping[str, Tensor]], order: float, *, averaged: bool
 ) -> dict[str, float]:
     """The norm of each gradient of all ranks, by name; for the arguments see :func:`all_norms`."""
     here = {name: grad for of in counted.values() for name, grad in _gradients(of).items()}
     norms = global_norms([*here.values()], order, apart=True).tolist()
     mine = dict(zip(here, norms, strict=True))
-    rows = job.meet(lambda: mine, among=job.pipeline)
-    return {name: norm for row in rows for name, norm in row.items()}
+    rows = job.meet(lambda: [averaged, mine], among=job.pipeline)
+    _check_averaged(all(averaged for averaged, _ in rows))
+    return {name: norm for _, row in rows for name, norm in row.items()}
 
 
 def sum_over(

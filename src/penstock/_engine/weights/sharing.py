@@ -82,7 +82,7 @@ class SharedWeights:
         for one, before, places in zip(self._shared, self._tensors, self._places, strict=True):
             now = [_find(self._stages[stage], name) for stage, name in places]
             if any(tensor is not before for tensor in now):
-                if not before.is_meta:
+                if not (before.is_meta or self._is_between(now[0])):
                     self._check_same(one, before, now, places)
                 self.tie()
                 return
@@ -175,20 +175,18 @@ class SharedWeights:
             return
         self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
-        # The author's code between units changes its buffers alike in all processes.
-        between = {
-            id(buffer)
-            for stage in self._stages.values()
-            for module in stage.around
-            for buffer in module._buffers.values()
-        }
         self._buffers = [
             (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
             for one, tensor in zip(self._shared, self._tensors, strict=True)
             if not isinstance(tensor, nn.Parameter)
             and len(one.stages) > 1
-            and id(tensor) not in between
+            and not self._is_between(tensor)
         ]
+
+    def _is_between(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a buffer between units: which the author's code sets in all processes."""
+        around = (module for stage in self._stages.values() for module in stage.around)
+        return any(tensor is buffer for module in around for buffer in module._buffers.values())
 
     def finish(self) -> None:
         """After a step: check that it did not change shared buffers, and add up the stages' gradients."""

@@ -19,6 +19,7 @@ from penstock.schedule.library.schedules import (
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    seq_1f1b,
     v_half,
     v_min,
     zb_h1,
@@ -48,6 +49,11 @@ class Recipe:
     def any_stages(self) -> bool:
         """True if it takes any number of stages per rank."""
         return len(self._parameters) > 2
+
+    @cached_property
+    def slices(self) -> bool:
+        """True if it cuts sequences into slices, whose number is the keyword argument ``slices``."""
+        return "slices" in signature(self.build).parameters
 
     @cached_property
     def _parameters(self) -> list[Parameter]:
@@ -85,7 +91,13 @@ class Recipe:
                 refusal = error
         raise ScheduleError(f"{self.name} refuses every small size: {refusal}")
 
-    def make(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    def make(
+        self,
+        ranks: int,
+        microbatches: int,
+        stages_per_rank: int | None = None,
+        slices: int | None = None,
+    ) -> Schedule:
         """Build the schedule for these numbers.
 
         Raises:
@@ -96,7 +108,8 @@ class Recipe:
             third = self._parameters[2]
             default = 1 if third.default is Parameter.empty else third.default
             sizes.append(default if stages_per_rank is None else stages_per_rank)
-        return built(lambda: self.build(*sizes), self.name, ranks, microbatches)
+        more = {} if slices is None else {"slices": slices}
+        return built(lambda: self.build(*sizes, **more), self.name, ranks, microbatches)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -114,14 +127,18 @@ RECIPES: dict[str, Recipe] = {
         ("V-Half", v_half, "VHalf"),
         ("V-Min", v_min, "VMin"),
         ("DualPipeV", dualpipe_v),
+        ("Seq1F1B", seq_1f1b),
         ("forward-only", forward_only, "ForwardOnly"),
     )
 }
 
 
 def names() -> tuple[str, ...]:
-    """The names of the schedules, without aliases."""
-    return tuple(RECIPES)
+    """The names of the schedules that any stages can run, without aliases.
+
+    :func:`build` also knows Seq1F1B, for stages that hand a state from slice to slice.
+    """
+    return tuple(name for name, recipe in RECIPES.items() if not recipe.slices)
 
 
 def register(name: str, build: Callable[..., Schedule]) -> None:
@@ -132,7 +149,8 @@ def register(name: str, build: Callable[..., Schedule]) -> None:
     Args:
         name: a new name.
         build: a function of ranks and microbatches that returns the schedule. A third parameter, if any, is
-            the number of stages on each rank, with the usual number as its default. The function raises a
+            the number of stages on each rank, with the usual number as its default; a keyword argument
+            ``slices``, with a default, is the number of slices. The function raises a
             ScheduleError for numbers without a schedule.
 
     Raises:
@@ -180,7 +198,12 @@ def find(name: str) -> tuple[str, Recipe]:
 
 @paused_collection()
 def build(
-    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    slices: int | None = None,
 ) -> Schedule:
     """Build a schedule by name.
 
@@ -189,6 +212,7 @@ def build(
         ranks: the number of ranks that share the model.
         microbatches: the number of parts of a batch.
         stages_per_rank: the number of stages per rank, for schedules that take any; others have their own.
+        slices: into how many slices sequences are cut, for schedules that cut them.
 
     Raises:
         ScheduleError: the name is unknown, or the schedule does not exist for these numbers.
@@ -197,7 +221,12 @@ def build(
     if stages_per_rank is not None:
         check_at_least_one(stages_per_rank=stages_per_rank)
     proper, recipe = find(name)
-    schedule = recipe.make(ranks, microbatches, stages_per_rank)
+    if slices is not None:
+        check_at_least_one(slices=slices)
+        if not recipe.slices:
+            cut = ", ".join(other for other, candidate in RECIPES.items() if candidate.slices)
+            raise ScheduleError(f"{proper} cuts no sequences, but slices={slices}; {cut} does")
+    schedule = recipe.make(ranks, microbatches, stages_per_rank, slices)
     count = len(schedule.placement.stages_on(0))
     if stages_per_rank not in (None, count):
         free = ", ".join(other for other, candidate in RECIPES.items() if candidate.any_stages)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
 
 from penstock.errors import InternalError, ScheduleError
-from penstock.schedule.action import Action, Entry, Op, Overlap
+from penstock.schedule.action import Action, Entry, Op, Overlap, Slice, microbatch_of
 from penstock.schedule.base import Placement, Schedule, looped, v_shaped
 from penstock.schedule.dependencies import Dependencies
 
@@ -27,6 +27,7 @@ def _in_turn(
     lag: Callable[[int], int] | None = None,
     *,
     stages: int = 1,
+    slices: int = 1,
 ) -> Schedule:
     """Run some forwards ahead, then one forward and one backward in turn, then the other backwards.
 
@@ -37,16 +38,35 @@ def _in_turn(
         ahead: how many forwards a rank's last stage is ahead, by rank.
         lag: how many backwards a W is behind its I, by rank; without it backwards are full.
         stages: the number of stages on each rank, which takes them in laps of a round of microbatches.
+        slices: the number of slices of a microbatch, which run forward from the first and backward from the
+            last.
     """
     placement = looped(ranks, stages)
     rounds = _rounds(ranks, microbatches)
     lap = (stages - 1) * max(map(len, rounds))
     half = Op.B if lag is None else Op.I
 
+    parts: list[Sequence[int | Slice]] = [
+        [m] if slices == 1 else [Slice(m, number) for number in range(slices)]
+        for m in range(microbatches)
+    ]
+
     def program(rank: int) -> Iterator[Action]:
         held, first = placement.stages_on(rank), ahead(rank) + lap
-        forwards = [Action(s, Op.F, m) for round_ in rounds for s in held for m in round_]
-        backwards = [Action(s, half, m) for round_ in rounds for s in held[::-1] for m in round_]
+        forwards = [
+            Action(s, Op.F, part)
+            for round_ in rounds
+            for s in held
+            for m in round_
+            for part in parts[m]
+        ]
+        backwards = [
+            Action(s, half, part)
+            for round_ in rounds
+            for s in held[::-1]
+            for m in round_
+            for part in parts[m][::-1]
+        ]
         weights: list[Action | None] = []
         if lag is not None:
             weights = [*[None] * lag(rank), *(Action(s, Op.W, m) for s, _, m, _ in backwards)]
@@ -55,7 +75,8 @@ def _in_turn(
             None, chain.from_iterable(zip_longest(forwards[first:], backwards, weights))
         )
 
-    return Schedule(name, placement, microbatches, tuple(tuple(program(r)) for r in range(ranks)))
+    programs = tuple(tuple(program(rank)) for rank in range(ranks))
+    return Schedule(name, placement, microbatches, programs, slices=slices)
 
 
 def _rounds(ranks: int, microbatches: int) -> list[range]:
@@ -119,6 +140,19 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """
     ahead, lag = lambda rank: 2 * (ranks - 1 - rank), lambda rank: 2 * rank
     return _in_turn("ZB-H2", ranks, microbatches, ahead, lag)
+
+
+def seq_1f1b(ranks: int, microbatches: int, *, slices: int = 2) -> Schedule:
+    """1F1B of slices of sequences; one stage per rank, any number of ranks, microbatches and slices.
+
+    Ao et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training",
+    2024, section 3. The slices of a microbatch run forward from the first and backward from the last, since
+    in causal attention a slice uses the keys and values of those before. With ``k`` equal slices the bubble
+    is a ``k``-th of 1F1B's, and rank ``r`` of ``p`` holds at most ``p - r + k - 1`` slices, each a ``k``-th
+    of a microbatch.
+    """
+    ahead = lambda rank: ranks - 1 - rank + slices - 1  # noqa: E731 - as above
+    return _in_turn("Seq1F1B", ranks, microbatches, ahead, slices=slices)
 
 
 # ---- several stages per rank, in laps
@@ -269,7 +303,8 @@ def _squeezed(
     room, done = [2 * held] * ranks, set[Action]()
 
     def may_start(action: Action, room: int) -> bool:
-        stage, op, microbatch, _ = action
+        stage, op, *_ = action
+        microbatch = microbatch_of(action)
         before = [Action(need.stage, need.split_op, microbatch) for need in rule.needs(stage, op)]
         before += [Action(stage, op, microbatch - 1)] if microbatch else []
         return done.issuperset(before) and (op is not Op.F or room > 0)

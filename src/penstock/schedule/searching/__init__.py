@@ -241,7 +241,7 @@ def _placements(costs: Costs, ranks: int) -> list[Placement]:
 def _library(task: Task) -> Iterator[tuple[float, Schedule]]:
     """The schedules of the library that solve a task, each with its makespan."""
     placement = task.split.placement
-    for recipe in RECIPES.values():
+    for recipe in [recipe for recipe in RECIPES.values() if not recipe.slices]:
         try:
             schedule = recipe.make(task.ranks, task.microbatches, len(placement.stages_on(0)))
         except ScheduleError:

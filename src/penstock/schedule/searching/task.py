@@ -144,9 +144,10 @@ class Task:
     def _least_durations(self) -> list[float]:
         """The least that numbers take: a gradient the shorter of I and B, a W the rest of a B if less."""
         m, takes = self.microbatches, list(self.duration)
+        overlap = self.costs.per_stage("overlap", self.split.stages)
         for lane in range(GRADIENT, len(takes) // m, 3):
             number, whole = lane * m, self._backward[self.stage(lane)]
-            takes[number - m] *= 1 - self.costs.overlap
+            takes[number - m] *= 1 - overlap[self.stage(lane)]
             takes[number] = whole if lane in self.whole else min(takes[number], whole)
             takes[number + m] = min(takes[number + m], whole - takes[number])
         return takes
