@@ -168,6 +168,25 @@ def test_with_edges_by_hand() -> None:
         torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=1e-12)
 
 
+def test_a_stage_may_change_in_place_what_another_one_reads() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 4).double()
+    doubles = Does(lambda m, a: m.lin(a.mul_(2)), lin=nn.Linear(4, 4)).double()
+    sums = Does(lambda m, a, b: m.lin(a) + b, lin=nn.Linear(4, 4)).double()
+    modules = nn.ModuleList([first, doubles, sums])
+    a = first(X)
+    expected = torch.autograd.grad(
+        mean_loss(sums(a, doubles(a.clone())), Y), list(modules.parameters())
+    )
+    stages = [PipelineStage(module, i, 3) for i, module in enumerate(modules)]
+    edges = (ps.Edge("a", 0, (1, 2)), ps.Edge("b", 1, (2,)))
+    pipe = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=mean_loss, edges=edges)
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(X, target=Y)
+        torch.testing.assert_close([p.grad for p in modules.parameters()], list(expected))
+
+
 class Notes(nn.Linear):
     """Notes where its arguments lie, and may change them."""
 
