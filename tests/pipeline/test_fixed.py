@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ActionEvent, Pipeline, PipelineStage
 from penstock import schedule as ps
+from tests.pipeline.models import X, Y, chain, mean_loss
 from tests.processes import in_processes
 
 READS = {
@@ -104,6 +105,17 @@ def test_in_one_process(name: str) -> None:
     last = ps.merged(pipe.schedule)[-1]
     for counts in counts_of_steps(pipe, 16, last)[3:]:
         assert (counts["read"], counts["made"]) == (0, 0)
+
+
+def test_a_model_that_was_cut() -> None:
+    pipe = Pipeline(chain(8), schedule="ZB-V", ranks=2, microbatches=4, loss_fn=mean_loss)
+    pipe.step(X, target=Y)
+    last = ps.merged(pipe.schedule)[-1]
+    for _ in range(4):
+        with counted(pipe, last) as counts:
+            pipe.step(X, target=Y)
+    assert counts["actions"] == 48
+    assert (counts["read"], counts["made"]) == (0, 0)
 
 
 @in_processes(2)
