@@ -171,6 +171,23 @@ def test_any_model_has_units_with_costs(name: str, measured: bool) -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
+def test_parameters_outside_of_units_are_those_of_the_first_that_uses_them(measured: bool) -> None:
+    """Beside units lie a list of parameters, and a module of which only the weight is used."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        hidden = m.second(m.first(x) * m.rows[0])
+        return m.third(hidden @ m.table.weight) * m.rows[0]
+
+    rows = nn.ParameterList([torch.rand(4)])
+    model = made(run, "first", "second", "third", rows=rows, table=nn.Linear(4, 4, bias=False))
+    costs = costs_of(model, torch.ones(3, 4), measured=measured)
+    numbers = {unit.path: unit.numbers for unit in costs.units}
+    layer = 4 * 4 + 4
+    assert sum(numbers.values()) == sum(p.numel() for p in model.parameters())
+    assert numbers == {"first": layer + 4, "second": layer, "third": layer, "table": 16}
+
+
+@pytest.mark.parametrize("measured", [False, True])
 def test_all_calls_of_a_unit_count(measured: bool) -> None:
     model = Does(again, **{name: Spins(0.005) for name in ("enter", "block", "leave")})
     enter, block, _ = costs_of(model, torch.ones(4, 4), measured=measured).units
@@ -203,7 +220,7 @@ def test_what_cannot_be_measured_or_predicted_is_refused() -> None:
     move = Does(moves, layers=nn.ModuleDict({"7": nn.Linear(4, 4)}))
     moving = nn.Sequential(nn.Linear(4, 4), move, nn.Linear(4, 4))
     for model, gist in (
-        (unused, r"does not call these modules.*idle"),
+        (unused, r"does not use these modules.*idle"),
         (scripted, "'1' is scripted"),
         (moving, r"'1' \(Does\) does not run without data .*measure runs"),
     ):

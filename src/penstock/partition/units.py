@@ -226,7 +226,9 @@ def _uncovered(model: nn.Module, paths: Sequence[str]) -> list[str]:
     def look(module: nn.Module, at: str) -> None:
         for name, child in module.named_children():
             path = f"{at}{name}"
-            if id(child) in covered or not worthy(child):
+            # Of a list or dict of parameters, each is where it is used, like those that no module holds.
+            is_table = not has_forward(child) and next(child.children(), None) is None
+            if id(child) in covered or is_table or not worthy(child):
                 continue
             if any(other.startswith(f"{path}.") for other in paths):
                 look(child, f"{path}.")

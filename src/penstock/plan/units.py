@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from penstock.backward.nodes import edge_of
 from penstock.errors import PenstockError, UsageError
 from penstock.partition import CallPlan, partition
 from penstock.partition.alike import filled, without_data
-from penstock.partition.base import count_parameters, home_of
+from penstock.partition.base import home_of
 from penstock.partition.kept import Kept
 from penstock.partition.names import FakeTensorMode, without_modes
 from penstock.plan.costs import UnitCost, Units, ValueCost
@@ -83,8 +83,12 @@ def measure_units(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_left_as_it_was(model))
         stack.enter_context(uncompiled())
-        units = [model.get_submodule(path) for path in dict.fromkeys(calls)]
-        _put_in(model, units, _sharing_data if fake is None else partial(_faked, fake, home))
+        units_of = {path: model.get_submodule(path) for path in calls}
+        _put_in(
+            model,
+            [*units_of.values()],
+            _sharing_data if fake is None else partial(_faked, fake, home),
+        )
         call, target = _on(home, ((tuple(args), dict(kwargs or {})), target))
         take = _same if fake is None else fake.from_tensor
         loss, target = loss or _sum_up, map_tensors(target, take)
@@ -114,7 +118,11 @@ def measure_units(
             mine = [number for number, of in enumerate(calls) if of == path]
             took = {kind: [times(number, kind) for number in mine] for kind in KINDS}
             sections = [counts[number] for number in mine]
-            costs.append(_cost(path, model.get_submodule(path), sections, took, once))
+            # A stage holds its unit, and parameters that no unit does.
+            held = [
+                t for n in mine for t in (*runs.stages[n].parameters(), *units_of[path].buffers())
+            ]
+            costs.append(_cost(path, held, sections, took, once))
             # A section that no later one uses has no backward.
             works.append(
                 {k: sum((s.work.get(k, Counter()) for s in sections), Counter()) for k in KINDS}
@@ -438,7 +446,7 @@ class _Runs:
         self._calls, self._call, self._loss, self._take = calls, call, loss, take
         self._units = [model.get_submodule(path) for path in calls]
         stages = partition(model, [[path] for path in calls], example=call).modules
-        self._stages: Sequence[Any] = stages
+        self.stages: Sequence[Any] = stages
         self._splits = [SplitBackward(stage) for stage in stages]
         self._plan: CallPlan | None = None
         self._sizes: dict[str, int] = {}
@@ -447,7 +455,7 @@ class _Runs:
         """A forward, with the same random numbers as all others."""
         torch.manual_seed(0)
         args, kwargs = map_tensors(self._call, _fresh)
-        first = self._stages[0]
+        first = self.stages[0]
         score = first.scores([(args, kwargs, None)])[0]
         plan: CallPlan = first.plan(score)
         self._check(plan)
@@ -455,7 +463,7 @@ class _Runs:
             (args, kwargs) if score is None else (score.batch, {}), self._take
         )
         call, values, sections = StageCall(plan, 0, score), dict[str, Any](), list[Section]()
-        for place, stage in enumerate(self._stages):
+        for place, stage in enumerate(self.stages):
             section = Section(self._units[place], self._splits[place])
             sections.append(section)
             before = gauge.live
@@ -470,7 +478,7 @@ class _Runs:
                 kwargs["given"] = [self._take(tensor) for tensor in stage.given(score, plan)]
             with gauge(section, "forward"):
                 output, sent = stage(call, dict(arrived), *args, **kwargs)
-                if stage is self._stages[-1]:
+                if stage is self.stages[-1]:
                     output = self._loss(output)
             section.start_from((output, sent))
             values |= sent
@@ -490,19 +498,21 @@ class _Runs:
         return sections
 
     def _check(self, plan: CallPlan) -> None:
-        """Check that this run calls all units, and those that all others call."""
-        called = [unit for unit, lines in zip(self._units, plan.mine, strict=False) if lines]
-        known = {id(weight) for unit in called for weight in unit.parameters()}
+        """Check that this run uses all units, and calls those that all others call."""
+        uses = zip(self._units, plan.mine, plan.sends, strict=False)
+        used = [unit for unit, lines, sends in uses if lines or sends]
+        known = {id(weight) for unit in used for weight in unit.parameters()}
         idle = {
             path
             for path, unit in zip(self._calls, self._units, strict=True)
-            # The weights of one that is not called may be those of others.
+            # The weights of one that is not used may be those of others.
             if any(id(weight) not in known for weight in unit.parameters())
         }
         if plan.mine and idle:
             raise UsageError(
-                f"the model does not call these modules with this batch, so their costs are unknown: "
-                f"{', '.join(sorted(idle)[:5])}; give a batch that uses them"
+                f"the model does not use these modules with this batch, so their costs are unknown: "
+                f"{', '.join(sorted(idle)[:5])}; give a batch that uses them, or take out of the model what "
+                "no batch uses"
             )
         self._plan = self._plan or plan
         if plan.owners != self._plan.owners:
@@ -584,7 +594,7 @@ def _kind(section: Section) -> Any:
 
 def _cost(
     path: str,
-    module: nn.Module,
+    weights: Iterable[Tensor],
     sections: Sequence[Section],
     took: Mapping[str, Sequence[Sequence[float]]],
     once: Mapping[str, float],
@@ -593,12 +603,12 @@ def _cost(
 
     Args:
         path: the path of the unit.
-        module: the unit.
+        weights: its parameters and buffers, and those parameters around it that its stage holds.
         sections: what was counted of its calls.
         took: for each action, the times of each of these.
         once: the times that actions take with hardly any work, which a stage spends once.
     """
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
+    tensors = {id(tensor): tensor for tensor in weights}.values()
     held = sum(section.held for section in sections)
     seconds = {kind: sum(map(median, times)) for kind, times in took.items()}
     return UnitCost(
@@ -612,7 +622,7 @@ def _cost(
         **{f"{kind}_extra": max(one.extra.get(kind, 0.0) for one in sections) for kind in KINDS},
         parameters=sum(tensor.nbytes for tensor in tensors),
         trained=sum(tensor.nbytes for tensor in tensors if tensor.requires_grad),
-        numbers=count_parameters(module),
+        numbers=sum(t.numel() for t in tensors if isinstance(t, nn.Parameter)),
         flops=sum(section.flops for section in sections),
     )
 
