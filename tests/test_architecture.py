@@ -270,46 +270,6 @@ class _Undocumented(ast.NodeTransformer):
         return ast.Pass() if constant else node
 
 
-# Where one kind of accelerator is named, and why; all else asks penstock._engine.devices.
-ONE_KIND = {
-    "transport": "chooses NCCL where the group has it",
-    "transport.nccl": "is for NCCL, which has no other devices",
-    "plan.devices": "the data sheets of devices, by name",
-    "compiled.stages": "an option of torch.compile",
-    "doctor.rates": "the version of ROCm, which calls its devices cuda",
-    "pipeline.pipeline": "a method of modules, which is refused",
-    "train.config": "an example in a help text",
-    "cli.doctor": "an example in a help text",
-}
-
-
-def test_no_kind_of_accelerator_is_named() -> None:
-    pattern = re.compile(r"cuda|nccl|\bhip\b|xpu|\bnpu\b", re.IGNORECASE)
-    told = [path for path in FILES if pattern.search(path.read_text())]
-    assert {module_of(path) for path in told if pattern.search(code_of(path))} == {*ONE_KIND}
-
-
-FACTORIES = frozenset(
-    ("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace",
-     "normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")
-)  # fmt: skip
-"""Functions whose results lie on the default device, which is the user's, if no other is given."""
-
-
-def test_tensors_are_made_on_a_device_that_is_named() -> None:
-    unnamed = [
-        f"{module_of(path)}: {ast.unparse(node)}"
-        for path in FILES
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call)
-        if getattr(node.func, "attr", "") in FACTORIES
-        if ast.unparse(node.func).startswith("torch.")
-        if not {"device", None} & {keyword.arg for keyword in node.keywords}
-    ]
-    # The trainer's model is made where its caller says, as any model is.
-    assert [line for line in unnamed if not line.startswith("train.model: ")] == []
-
-
 # Tools of the field call these two so; the modules of backward/ share them.
 FIELD_NAMES = {"_get_grad_fn_or_grad_acc", "_null_coalesce_accumulate"}
 

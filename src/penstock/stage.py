@@ -239,9 +239,9 @@ class Entrance:
             self.versions.append((number, tensor, tensor._version))
         return tensor
 
-
-Enter: TypeAlias = Callable[[Any], Any]
-"""Makes a value of the batch a stage's own."""
+    def bring(self, value: Any) -> Any:
+        """A value of the batch."""
+        return self.take(value, True, self.of_batch)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -319,7 +319,7 @@ class Binding(ABC):
             raise StageError(CHANGED)
 
     @abstractmethod
-    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, entrance: Entrance) -> Bound:
         """What the stage is called with, of the values that have come, by their edges, and of the batch."""
 
     @abstractmethod
@@ -330,14 +330,16 @@ class Binding(ABC):
 class CutBinding(Binding):
     """A stage of a model that was cut takes the values, and what its score does not have of the batch."""
 
-    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, entrance: Entrance) -> Bound:
         """Of the batch only what learns; all of it if the model runs as it is, in one stage."""
         if call.score is None:
-            kwargs = {name: enter(value) for name, value in part.kwargs.items()} | part.local
-            return (call,), [values, *map(enter, part.args)], kwargs
+            kwargs = {
+                name: entrance.bring(value) for name, value in part.kwargs.items()
+            } | part.local
+            return (call,), [values, *map(entrance.bring, part.args)], kwargs
         code: Any = self._stage.code
         given = {"given": code.given(call.score, call.plan)} if self._stage.casts else {}
-        return (call,), [values, *map(enter, call.score.batch)], given
+        return (call,), [values, *map(entrance.bring, call.score.batch)], given
 
     def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
         """The two that :meth:`StageModule.forward` returns."""
@@ -365,17 +367,17 @@ class HandBinding(Binding):
         super().__init__(stage)
         self._takes, self._gives, self._keywords = takes, gives, keywords
 
-    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, entrance: Entrance) -> Bound:
         """The batch enters where no value comes from another stage."""
         if call.draws is not None:
             call.draws.enter(f"stage {self._stage.index}", 0)
         kwargs = dict[str, Any]()
         for name in self._keywords:
-            kwargs[name] = enter(part.kwargs[name])
+            kwargs[name] = entrance.bring(part.kwargs[name])
         for name, value in part.local.items():
-            kwargs[name] = enter(value)
+            kwargs[name] = entrance.bring(value)
         if not self._takes:
-            return (), tuple(map(enter, part.args)), kwargs
+            return (), tuple(map(entrance.bring, part.args)), kwargs
         if len(self._takes) > 1:
             return (), (), values | kwargs
         value = values[self._takes[0]]

@@ -700,6 +700,16 @@ def a_number_at_the_end_after_a_write(m: Any, x: Tensor) -> Tensor:
     return kept - h if h.detach().sum().item() > 0 else kept * h
 
 
+@program()
+def goes_on_as_long_as_a_number_says(m: Any, x: Tensor) -> Tensor:
+    """A unit of the last stage, what draws and a custom function follow a number that units made."""
+    reverse: Any = Reversed.apply
+    h = through_all(m, x)
+    while h.sum().item() < 0.5:
+        h = m.l[3](nn.functional.dropout(reverse(h, 2.0), 0.5)) + 1
+    return h
+
+
 @program(recomputed=True)
 def looks_at_arguments(m: Any, x: Tensor) -> Tensor:
     h = m.l[0](x)

@@ -22,7 +22,6 @@ from penstock.errors import StageError, UsageError
 from penstock.testing import Case, Verdict, judge
 from tests.backward.graphs import GRAPHS, judged, of, rerun, x
 from tests.catalogue.making import Does
-from tests.catalogue.models import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = 6
@@ -157,18 +156,6 @@ def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: li
     assert names.graphs_compiled() - before == 1
     assert waiting.count(4) == 2 * 4 * 4
     assert model.start._compiled_call_impl is None
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", ["gpt", "rotary tables", "mixture of experts", "transformer of torch"]
-)
-def test_architectures(name: str) -> None:
-    case = MODELS[name]()
-    pipe = Pipeline(
-        copy.deepcopy(case.model), schedule="ZB-H1", ranks=2, loss_fn=case.loss, compile=PLAIN, seed=1
-    )  # fmt: skip
-    judge(case, pipe, evaluate=False).check(1e-9)
 
 
 @pytest.mark.nightly

@@ -199,7 +199,11 @@ def test_gradients_that_wait_for_an_average_can_be_dropped(group: Any) -> None:
             pipe.zero_grad()
             with pipe.no_sync():
                 pipe.step(Y[half], target=X[half])
+            refused = pytest.raises(UsageError, match=r"find_nonfinite .* pipe\.zero_grad\(\)")
+            with nullcontext() if how == "ddp" else refused:
+                pipe.find_nonfinite(X[half], target=Y[half])
             pipe.zero_grad()
+            assert pipe.find_nonfinite(X[half], target=Y[half]) is None
             pipe.step(X[half], target=Y[half])
             torch.testing.assert_close(gradients_of(pipe), expected, rtol=0, atol=1e-12)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PartitionError, PenstockError
+from penstock.errors import PartitionError, PenstockError, PlanError
 from penstock.testing import Case, compare
 from tests.catalogue.between import (
     PROGRAMS,
@@ -94,6 +94,15 @@ def test_what_an_earlier_microbatch_has_left_is_refused() -> None:
 
     with pytest.raises(PartitionError, match="an earlier microbatch has left"):
         piped(make(body), microbatches=2).predict(rows())
+
+
+def test_a_number_at_the_end_may_not_call_a_unit_of_another_stage() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        h = through_all(m, x)
+        return m.l[0](h) if h.sum().item() < 0 else h
+
+    with pytest.raises(PlanError, match=r"decides by numbers .* l\.0, which is in another stage"):
+        piped(make(body)).step(rows())
 
 
 @pytest.mark.parametrize("place", [0, 2])

@@ -18,6 +18,7 @@ from penstock import Checkpoints, Pipeline
 from penstock._engine.placeholders import is_placeholder
 from penstock._engine.weights import init_weights, parameters_on_meta
 from penstock.errors import PartitionError, StageError, UsageError
+from penstock.partition import partition
 from penstock.testing import Case, compare, judge, plain_loop
 from tests.catalogue.making import Does
 from tests.pipeline.models import WIDTH, X, Y, assert_same, gradients, mean_loss
@@ -303,3 +304,37 @@ def test_replicas_are_cut_alike(group: Any) -> None:
         assert pipe.is_main_process == (group.rank() == 0)
         mine, others = pipe.job.meet(lambda: sorted(found), among=pipe.job.pipeline)
     assert sorted(mine + others) == sorted(name for name, _ in model().named_parameters())
+
+
+def attends(m: Any, x: Tensor) -> Tensor:
+    query = m.query(x)
+    return nn.functional.scaled_dot_product_attention(query, query, x)
+
+
+def in_turn(m: Any, x: Tensor) -> Tensor:
+    """Attention, whose share of the work grows with the length of the sequences, and layers."""
+    h = m.attention(x)
+    for layer in m.layers:
+        h = layer(h).tanh() + h
+    return h.mean(1)  # type: ignore[no-any-return]
+
+
+def attending() -> nn.Module:
+    torch.manual_seed(0)
+    attention = Does(attends, query=nn.Linear(WIDTH, WIDTH))
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    return Does(in_turn, attention=attention, layers=layers).double()
+
+
+@in_processes(4, 100.0)
+def test_replicas_whose_batches_ask_for_other_cuts_are_cut_as_the_first_is(group: Any) -> None:
+    batches = [torch.linspace(-1, 1, 4 * n * WIDTH).double().view(4, n, WIDTH) for n in (2, 64)]
+    parts = [partition(attending(), 2, example=((batch[:2],), {})).modules for batch in batches]
+    first, second = ([len(list(stage.parameters())) for stage in stages] for stages in parts)
+    assert first != second
+    cases = [Case(attending(), (batch,), Y[:4], mean_loss, evaluates=False) for batch in batches]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with make(attending(), ranks=None, mesh=mesh, replicas="dp", microbatches=2) as pipe:
+        judge(cases, pipe).check(1e-12)
+        here = pipe.job.meet(lambda: len(list(pipe.stages[0].module.parameters())))
+    assert here == [*first, *first]

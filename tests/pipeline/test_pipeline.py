@@ -216,31 +216,6 @@ def test_a_first_step_is_like_one_whose_shapes_are_known(schedule: str, looks: b
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-class InPlace(nn.Linear):
-    """Changes what it is given before it does anything else, and looks at gradients by a hook."""
-
-    fired = 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.requires_grad:
-            input.register_hook(lambda grad: setattr(InPlace, "fired", InPlace.fired + 1))
-        return super().forward(input.mul_(2))
-
-
-def test_in_place_as_first_op_and_hooks_in_every_step() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(InPlace(WIDTH, WIDTH) for _ in range(4))).double()
-    expected = plain_loop(Case(model, (X.clone(),), X, mean_loss))[1]
-    pipe, batch, InPlace.fired = make(model, schedule="ZB-V"), X.clone(), 0
-    for step in range(1, 4):
-        pipe.zero_grad()
-        pipe.step(batch, target=X)
-        # Inside a stage of two modules the second one's input has a graph too.
-        assert InPlace.fired == step * 4 * 3
-        assert torch.equal(batch, X)
-        assert_same(gradients(pipe), expected)
-
-
 # ---- its life
 
 

@@ -52,6 +52,26 @@ def test_hooks_see_the_share_of_their_stage_and_thawing_takes_effect() -> None:
     assert float(weight.grad.norm()) not in seen
 
 
+@pytest.mark.parametrize("action", ["1F2", "1I1", "0I0", "0W0"])
+def test_an_interrupted_step_leaves_nothing_to_the_next(action: str) -> None:
+    """As after Ctrl-C in a notebook."""
+    of = TIED()
+    pipe = pipeline(of, 2, schedule="ZB-H1")
+    pipe.step(*of.args, target=of.target)
+    expected = gradients(pipe)
+    pipe.zero_grad()
+
+    def interrupts(event: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pipe.on(action, after=interrupts), pytest.raises(KeyboardInterrupt):
+        pipe.step(*of.args, target=of.target)
+    assert [stage.in_flight for stage in pipe.stages] == [0, 0]
+    pipe.zero_grad()
+    pipe.step(*of.args, target=of.target)
+    torch.testing.assert_close(gradients(pipe), expected, rtol=0, atol=0)
+
+
 # ---- set-up
 
 

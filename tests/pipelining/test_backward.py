@@ -111,19 +111,6 @@ def test_outputs_are_detached_unless_they_are_views_or_inputs() -> None:
     torch.testing.assert_close(grad, expected)
 
 
-def test_groups_show_gradients_along_nodes() -> None:
-    model, value = mlp(), x()
-    output = model(value)
-    _, groups = stage_backward_input([output], None, [value], model.parameters())
-    params = [{node.variable for node in group["params"]} for group in groups]
-    first, bias, second, last = model.parameters()
-    assert params == [{bias, last}, {second}, {first}], "biases are computed at once"
-    assert [[grad.shape for (grad,) in group["grads"]] for group in groups] == [
-        [last.shape, bias.shape], [(4, 6)], [(4, 6)],
-    ]  # fmt: skip
-    assert [node.name() for node in groups[1]["intermediates"]] == ["AddmmBackward0"]
-
-
 # ---- the weights' half
 
 

@@ -337,23 +337,6 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
     torch.testing.assert_close(pipe.split_gm(x), model(x))
 
 
-def test_stages_hold_what_they_use_under_the_models_names() -> None:
-    model: Any = Chained(lambda m, x: m.b(m.a(x) + m.shift))
-    model.b.weight = model.a.weight
-    model.register_buffer("shift", torch.ones(4), persistent=False)
-    pipe = pipeline(model, (X,), split_spec=before("b"))
-    stages = [pipe.get_stage_module(index) for index in range(2)]
-    assert [list(stage.state_dict()) for stage in stages] == [
-        ["a.weight", "a.bias"],
-        ["b.weight", "b.bias"],
-    ]
-    assert [[n for n, _ in stage.named_buffers()] for stage in stages] == [["shift"], []]
-    assert pipe.replicated_params == [{"submod_pp_0": "a.weight", "submod_pp_1": "b.weight"}]
-    torch.testing.assert_close(pipe.split_gm(X), model(X))
-    # In one stage it is no replica.
-    assert pipeline(model, (X,), split_spec={}).replicated_params == []
-
-
 def test_tracing_leaves_the_model_alone() -> None:
     model = EXAMPLES["resnet"][0]().model
     state, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -518,17 +501,6 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(what: str) -> None:
     make, options, message = REFUSED[what]
     with pytest.raises((PartitionError, UsageError), match=message):
         pipeline(make(), **{"mb_args": (X,), **options})
-
-
-def test_no_cut_is_one_stage_and_said_so() -> None:
-    model = chain()
-    with pytest.warns(UserWarning, match="no split point in the Sequential"):
-        pipe = pipeline(model, (X,))
-    torch.testing.assert_close(pipe(X), (model(X),))
-    with pytest.raises(UsageError, match="stage 1 of 1"):
-        pipe.get_stage_module(1)
-    ends = pipeline(chain(), (X,), split_spec={"0": SplitPoint.END})
-    assert ends.num_stages == 2
 
 
 # ---- a model of transformers, unedited

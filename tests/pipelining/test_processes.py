@@ -5,9 +5,7 @@ Each compares itself with the plain model, and most run with torch's package as 
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline
 from penstock.schedule import add_communication, prefetch, reduce_gradients, to_csv
-from penstock.testing import WorkerError, WorkerPool
+from penstock.testing import WorkerPool
 from tests.pipelining.stages import (
     CHUNKS,
     EITHER,
@@ -224,27 +222,6 @@ def test_an_error_in_making_stages_is_raised_on_every_rank_at_once(workers: Work
         *("PipeliningMetadataError", "UsageError", "UsageError"),
     ]
     assert second == [f"AgreementError: rank 0: {text}" for text in first]
-
-
-def stops_stepping(group: Any) -> None:
-    """Rank 0 runs two batches without a loss, rank 1 a third one."""
-    os.environ["PENSTOCK_TIMEOUT"] = "1.5"
-    held = Held(OURS, group, "GPipe")
-    forwards = held.schedule("GPipe", loss_fn=None)
-    for _ in range(2):
-        held.step(forwards)
-    if held.rank == 0:
-        time.sleep(60.0)
-    held.step(forwards)
-
-
-@pytest.mark.nightly  # by day in tests/faults, with a Pipeline; it ends the pool's workers
-def test_a_rank_that_stops_stepping_is_named_with_its_last_call(workers: WorkerPool) -> None:
-    """Also where no step trains, which would be counted."""
-    with pytest.raises(
-        WorkerError, match=r"rank 0: .*between steps, after call 2, in its own code"
-    ):
-        run(workers, "stops_stepping")
 
 
 # ---- orders that people write down

@@ -172,6 +172,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     [
         ({"schedules": "1F1C"}, "unknown schedule"),
         ({"schedules": "forward-only"}, "no backward"),
+        ({"schedules": "Seq1F1B"}, "cuts sequences into slices"),
         ({"recompute": "some"}, "none, needed, all, offload"),
         ({"recompute": "offload"}, "as host_bandwidth="),
         ({"host_bandwidth": -1}, "host_bandwidth=-1"),

@@ -50,6 +50,19 @@ def own(rank: int, *, seed: int = 0, rows: int = 8) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed + rank)).double()
 
 
+# ---- settings and steps
+
+
+@in_processes(2)
+def test_ranks_that_are_made_otherwise_are_told_in_what(group: Any) -> None:
+    unlike: dict[str, Any] = {"schedule": ("1F1B", "GPipe"), "microbatches": (2, 4)}
+    for name, values in unlike.items():
+        options = {"microbatches": 2, name: values[group.rank()]}
+        says = rf"ranks differ in .*{name}: {values[0]}.* on .*0, {values[1]}.* on .*1"
+        with pytest.raises(AgreementError, match=says):
+            Pipeline(tied(), mesh=group, ranks=2, loss_fn=loss_fn, **options)
+
+
 # ---- batches
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -52,25 +52,6 @@ def test_its_history_is_that_of_torchs(early: bool) -> None:
     theirs, mine = torchs_scaler(), LossScaler(**OPTIONS)
     assert history(mine, steps, early=early) == history(theirs, steps, early=early)
     assert mine.state_dict() == theirs.state_dict()
-
-
-def test_all_skip_what_one_rank_must() -> None:
-    here: list[float] = []
-
-    def add_another_rank(infinite: Tensor) -> Tensor:
-        here.append(float(infinite))
-        return infinite + 1
-
-    scaler = LossScaler(**OPTIONS)
-    assert scaler.attach(add_another_rank) == 64.0
-    assert history(scaler, [False]) == [(pytest.approx(64.0 * 0.3), [1.0] * 3)]
-    assert here == [0.0]
-    # A rank without gradients decides with the others.
-    scaler = LossScaler(**OPTIONS)
-    scaler.attach(torch.clone)
-    scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
-    scaler.update()
-    assert scaler.get_scale() == 64.0
 
 
 @in_processes(4)

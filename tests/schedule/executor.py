@@ -109,7 +109,7 @@ class Executor:
         if twice:
             raise Fault(f"more than once: {twice}")
         for stage in range(self.schedule.stages):
-            for m in range(self.schedule.microbatches):
+            for m in self.schedule.parts:
                 f, *backward = (self.count[Action(stage, op, m)] for op in (Op.F, Op.I, Op.W, Op.B))
                 out, back = (self.count[Action(stage, op, m)] for op in (Op.OFFLOAD, Op.RELOAD))
                 if out > back:

@@ -79,10 +79,12 @@ MUTATIONS = (swap, move, drop, duplicate, migrate)
 
 def valid(pick: random.Random) -> Schedule:
     """A valid schedule of a random kind, size, edge table and lowering."""
-    name = pick.choice([n for n in names() if n != "DualPipeV" or pick.random() < 0.5])
+    kinds = (*names(), "Seq1F1B")
+    name = pick.choice([n for n in kinds if n != "DualPipeV" or pick.random() < 0.5])
     p = pick.randint(1, 3)
     m = pick.randint(2 * p, 2 * p + 1) if name == "DualPipeV" else pick.randint(1, 4)
-    made = build(name, ranks=p, microbatches=m)
+    slices = pick.randint(1, 3) if name == "Seq1F1B" else None
+    made = build(name, ranks=p, microbatches=m, slices=slices)
     if made.stages > 2 and pick.random() < 0.3:
         skips = Edge("skip", 0, tuple(sorted(pick.sample(range(1, made.stages), 2))))
         made = made.with_edges((*made.edges, skips))

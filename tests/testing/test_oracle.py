@@ -185,29 +185,12 @@ def test_over_replicas(group: Any) -> None:
     assert wanted <= {name for of in names for name in of}
 
 
-def test_a_loss_over_the_batch() -> None:
-    def spread(output: Tensor, target: Tensor) -> Tensor:
-        return (output.std(0) - target.std(0)).square().sum()
-
-    both = Case(chain(2), (X,), Y, Loss(spread, over="batch"))
-    compare(both, schedule="GPipe", ranks=2, microbatches=4).check(1e-12)
-
-
 def case(**options: Any) -> Case:
     return Case(chain(2), (X,), Y, options.pop("loss_fn", mean_loss), **options)
 
 
 def run(of: Case, **options: Any) -> Verdict:
     return compare(of, schedule="1F1B", ranks=2, microbatches=4, **options)
-
-
-def test_the_wrong_reduction_is_found() -> None:
-    # The pipeline asks the loss before any numbers could be compared.
-    with pytest.raises(UsageError, match='It looks like a sum: reduction="sum"'):
-        run(case(loss_fn=sum_loss))
-    with pytest.raises(UsageError, match='It looks like a mean: reduction="mean"'):
-        run(case(loss_fn=Loss(mean_loss, reduction="sum")))
-    run(case(loss_fn=Loss(sum_loss, reduction="sum"))).check(1e-12)
 
 
 def test_a_pipeline_is_judged_with_the_random_numbers_of_its_next_steps() -> None:

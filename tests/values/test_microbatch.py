@@ -51,25 +51,6 @@ def shapes(parts: Sequence[Any], name: str) -> list[list[int]]:
 # ---- splitting
 
 
-def test_every_sample_is_in_one_microbatch_in_order() -> None:
-    for batch, count in ((1, 1), (7, 1), (7, 3), (7, 7), (12, 5)):
-        whole = torch.arange(float(2 * batch)).reshape(batch, 2)
-        parts = split((whole,), {}, count)
-        sizes = [part.samples for part in parts]
-        assert torch.equal(torch.cat([part.args[0] for part in parts]), whole)
-        assert max(sizes) - min(sizes) <= 1
-        storages = {part.args[0].untyped_storage().data_ptr() for part in parts}
-        assert storages == {whole.untyped_storage().data_ptr()}
-    # A change in place to one lets the backward of another be.
-    weight = torch.ones(4, requires_grad=True)
-    first, second = split((torch.ones(4, 4),), {}, 2)
-    loss = (second.args[0] * weight).sum()
-    first.args[0].mul_(5)
-    loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0] * 4
-
-
 def test_what_is_split_and_what_goes_whole_to_every_microbatch() -> None:
     table, scale = torch.ones(3), torch.tensor(2.0)
     kwargs = {"x": TOKENS, "table": table, "scale": scale, "more": [scale], "n": 2.0}
@@ -232,22 +213,6 @@ def test_outputs_that_cannot_be_put_together_are_refused(name: str) -> None:
 
 
 # ---- what a process was given
-
-
-def test_what_a_process_was_given_tells_the_sizes() -> None:
-    batch = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
-    assert (batch.count, batch.samples) == (3, [1, 1, 1])
-    # What is not split is one microbatch, unless a function splits it.
-    assert split_batch((5,), {"text": "a"}, MISSING, None, 4, fewer=True).count == 1
-    halves: Rules = {"text": lambda value, sizes: list(value)}
-    assert split_batch((5,), {"text": "abcd"}, MISSING, halves, 4, fewer=True).count == 4
-    # A target alone tells the sizes, and nothing tells nothing.
-    batch = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
-    assert (batch.parts, batch.samples, batch.count) == (None, [3, 2], 2)
-    assert batch.targets is not None
-    assert [len(target) for target in batch.targets] == [3, 2]
-    batch = split_batch((), {}, MISSING, {"mask": REPLICATE}, 4)
-    assert (batch.parts, batch.targets, batch.samples, batch.count) == (None, None, None, None)
 
 
 # ---- kinds of batches
@@ -438,20 +403,6 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     first, second, third = ByImages([2, 0, 0, 1])(PATCHES[:3], [1, 2, 1])
     assert second is None
     assert (first.tolist(), third.tolist()) == (PATCHES[:2].tolist(), PATCHES[2:3].tolist())
-
-
-def test_a_function_splits_the_call() -> None:
-    def by_length(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
-        """Long rows and short ones apart."""
-        long = args[0][:, -1] > 10
-        return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
-
-    batch = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
-    assert (batch.count, batch.samples, batch.presplit) == (2, [3, 2], True)
-    assert batch.parts is not None
-    assert batch.targets is not None
-    assert torch.equal(batch.parts[1].args[0], TOKENS[:2])
-    assert torch.equal(batch.targets[1], TOKENS[:2] + 1)
 
 
 # ---- ready ones

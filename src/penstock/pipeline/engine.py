@@ -143,7 +143,7 @@ class Engine:
         self.loss, self._rules = settings.loss, settings.rules
         self._job, self._schedules, self._step_names = job, schedules, tuple(step_names)
         self._runner = Runner(schedules.proven, job, settings.home)
-        self._slowness = Slowness(schedules, self._runner)
+        self._slowness = Slowness(schedules, job)
         self.weights = ModelWeights(job)
         self.model: nn.Module | None = None
         self.uncut: UncutModel | None = None
@@ -351,12 +351,11 @@ class Engine:
     @_in_turn
     def cut(self, arguments: CallArguments) -> None:
         """Cut the model by a batch, if that is still to be done."""
-        uncut = self.uncut
-        if uncut is not None:
+        if self.uncut is not None:
             call = Call(trains=torch.is_grad_enabled())
             with call.refusing():
                 self._bring(call, arguments, runs=False)
-            self._runner.cut_by(call, uncut.agree, uncut.take_stages)
+            self._cut_by(call)
 
     @_in_turn
     def find_nonfinite(self, arguments: CallArguments) -> NonFiniteFinding | None:
@@ -365,6 +364,13 @@ class Engine:
         with call.refusing():
             self._bring(call, arguments)
             call.loss = self.training_loss.in_step()
+            if self._runner.holds_gradients:
+                raise UsageError(
+                    "find_nonfinite after a step inside pipe.no_sync() would lose the gradients that "
+                    "fully_shard keeps of it; call pipe.zero_grad() before, or search after a step outside"
+                )
+
+        self._cut_by(call)
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
@@ -547,8 +553,7 @@ class Engine:
             arguments: what the user called the pipeline with, for hints.
         """
         try:
-            if self.uncut is not None:
-                self._runner.cut_by(call, self.uncut.agree, self.uncut.take_stages)
+            self._cut_by(call)
             if call.trains:
                 self.weights.prepare()
             step = self._runner.run(call)
@@ -557,6 +562,11 @@ class Engine:
         if call.trains:
             self.weights.finish()
         return step
+
+    def _cut_by(self, call: Call) -> None:
+        """Cut the model by what a call brings, if that is still to be done."""
+        if self.uncut is not None:
+            self._runner.cut_by(call, self.uncut.agree, self.uncut.take_stages)
 
     def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
         """The error, with a hint if the model refused an argument meant for the step."""

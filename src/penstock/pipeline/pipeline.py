@@ -615,11 +615,10 @@ class Pipeline:
         if nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: {what}; do not step the optimizer. find_nonfinite of this batch says which "
-                'module made it; nonfinite="skip" drops the gradients of such steps, and "warn" only '
-                "logs them"
+                'module made it; nonfinite="skip" drops all gradients then, and "warn" only logs it'
             )
         if self.is_main_process:
-            skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
+            skipped = ", all gradients are dropped" if nonfinite == "skip" else ""
             logger.warning("penstock: step %d is not finite%s: %s", step, skipped, what)
         if nonfinite == "skip":
             self.zero_grad()

@@ -105,7 +105,7 @@ class Settings:
     timeout: Timeout
     unknown: Mapping[str, Any]
     model: nn.Module | None = None
-    device: Any = None
+    device: torch.device | str | None = None
     wrap: Wrap | None = None
     compile: Compilation = None
     by_hand: Sequence[PipelineStage] = ()
@@ -171,8 +171,8 @@ class Settings:
                 'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
             )
         compilation_of(self.compile)
-        self.device = None if self.device is None else placed_on(self.device)
-        self.home = self.device or device_of(model)
+        self.home = device_of(model) if self.device is None else placed_on(self.device)
+        self.device = None if self.device is None else self.home
         self.model, self.compile = without_compilation(model, self.compile)
         if layout.recompute and self.compile:
             raise UsageError("recompute= cannot be used with compile=; leave one of them out")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from penstock._engine.runtime import Runner, StepState, TimelineKind
+from penstock._engine.runtime import StepState, TimelineKind
+from penstock._engine.transport import Job
 from penstock.pipeline.plan import ProvenSchedules
 from penstock.schedule import (
     Action,
@@ -31,11 +32,11 @@ class Slowness:
 
     Args:
         schedules: the schedules of the pipeline, and its plan if it has one.
-        runner: runs the steps, and reaches the other ranks.
+        job: reaches the other ranks.
     """
 
-    def __init__(self, schedules: ProvenSchedules, runner: Runner) -> None:
-        self._schedules, self._runner = schedules, runner
+    def __init__(self, schedules: ProvenSchedules, job: Job) -> None:
+        self._schedules, self._job = schedules, job
         self._first: dict[tuple[int, int], Costs] = {}
         self._latest: dict[tuple[int, int], deque[Timeline]] = {}
 
@@ -48,7 +49,7 @@ class Slowness:
     def _timeline(self, step: StepState, schedule: Schedule) -> tuple[Timeline, TimelineKind]:
         assert step.recorder is not None
         spans = step.recorder.spans
-        if self._runner.job.transport is None and schedule.ranks > 1:
+        if self._job.transport is None and schedule.ranks > 1:
             durations: dict[Action, float] = defaultdict(float)
             for span in spans:
                 durations[span.action] += span.duration
@@ -59,7 +60,7 @@ class Slowness:
         mine = [[span.rank, str(span.action), span.start, span.end] for span in spans]
         of_all = tuple(
             Span(rank, action, start, end)
-            for rows in self._runner.job.meet(lambda: mine, among=self._runner.job.pipeline)
+            for rows in self._job.meet(lambda: mine, among=self._job.pipeline)
             for rank, text, start, end in rows
             for action in flat((parse_action(text),))
         )
@@ -71,7 +72,7 @@ class Slowness:
         plan = self._schedules.plan
         if plan is not None and plan.microbatches == schedule.microbatches:
             costs = plan.stage_costs.costs
-        if costs is None and self._runner.job.steps < WARM:
+        if costs is None and self._job.steps < WARM:
             return ()
         if costs is None:
             self._first[key] = costs_of(schedule.stages, timeline)

@@ -301,6 +301,11 @@ def schedules_of(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     idle = [name for name in proper if not find(name)[1].trains]
     if idle and wanted is not None:
         raise UsageError(f"schedules={idle[0]!r} has no backward; choose one that trains")
+    if cut := [name for name in proper if find(name)[1].slices]:
+        raise UsageError(
+            f"schedules={cut[0]!r} cuts sequences into slices, for stages placed by hand that hand on a "
+            "state; choose another for a model that is cut"
+        )
     # 1F1B first: it holds least if several are equally fast.
     return tuple(
         sorted(set(proper) - set(idle), key=lambda name: (name != "1F1B", proper.index(name)))

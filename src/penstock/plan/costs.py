@@ -261,9 +261,9 @@ class StageCosts:
 
     @property
     def ahead(self) -> int:
-        """For how many actions a copy between a device and its host is under way, at most."""
-        shortest = min(self.forward)
-        return max(1, math.ceil(max(self.activation) / self.host / shortest)) if shortest else 1
+        """For how many forwards of its stage a copy to or from the host is under way, at most."""
+        stages = zip(self.activation, self.forward, strict=True)
+        return math.ceil(max(size / self.host / time for size, time in stages if time)) or 1
 
     @cached_property
     def static(self) -> tuple[float, ...]:

@@ -121,8 +121,8 @@ class Fitting:
         """A candidate whose ranks keep as many activations as fit; None if all stay, or the host is slow."""
         plain = self.composed(shape, arrangement, cut, frozenset())
         costs = plain.stage_costs
-        turns = zip(costs.forward, costs.backward, strict=True)
-        if not plain.lacks or max(costs.activation) / costs.host > min(map(sum, turns)):
+        stages = zip(costs.activation, costs.forward, costs.backward, strict=True)
+        if not plain.lacks or any(size / costs.host > turn + back for size, turn, back in stages):
             return None
         order, candidate = plain.plain_schedule, plain
         keep = Order(order).flying()

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from penstock._engine.parallel.tensors import merge_sharded as merge_sharded
     from penstock._engine.parallel.tensors import put_together as put_together
     from penstock._engine.parallel.tensors import region_of as region_of
-    from penstock._engine.parallel.tensors import replicated as replicated
     from penstock._engine.parallel.tensors import replicated_like as replicated_like
     from penstock._engine.parallel.tensors import split_sharded as split_sharded
     from penstock._engine.parallel.tensors import spread as spread

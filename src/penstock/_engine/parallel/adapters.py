@@ -84,8 +84,13 @@ class Adapter:
     def abandon(self) -> None:
         """Clean up after an interrupted call."""
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether an earlier call has left gradients to be reduced that do not lie in ``.grad``."""
+        return False
+
     def drop(self) -> None:
-        """Drop gradients that an earlier call has left to be reduced, which do not lie in ``.grad``."""
+        """Drop those gradients."""
 
 
 def adapter_of(
@@ -295,8 +300,17 @@ class Sharded(Adapter):
         parameters = [parameter for group in groups for parameter in group.fsdp_params]
         return [parameter for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a gathered parameter has a gradient or, up to torch 2.14, a sum of them."""
+        return any(
+            parameter._unsharded_param.grad is not None
+            or parameter.unsharded_accumulated_grad is not None
+            for parameter in self._gathered()
+        )
+
     def drop(self) -> None:
-        """Drop gradients of gathered parameters; torch keeps them, or up to torch 2.14 a sum of them."""
+        """Drop gradients of gathered parameters, and sums of them."""
         for parameter in self._gathered():
             parameter._unsharded_param.grad = None
             if parameter.unsharded_accumulated_grad is not None:

@@ -74,13 +74,6 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def replicated(tensor: Tensor) -> Tensor:
-    """A DTensor replicated over its mesh, or a plain tensor itself; gradients flow through."""
-    if not is_sharded(tensor):
-        return tensor
-    return tensor.redistribute(placements=[_dtensors().Replicate()] * tensor.device_mesh.ndim)
-
-
 def spread(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, placed like ``like``."""
     if not is_sharded(like) or is_sharded(value):

@@ -156,10 +156,13 @@ class Interpreter:
                 yield
             if transport is not None:
                 self._messages.end()
-        except Exception as error:
+        except BaseException as error:
+            # Also after Ctrl-C in a notebook, where the next step begins anew.
             for stage in self.stages.values():
                 stage.clear()
-            self._raise_named(error)
+            if isinstance(error, Exception):
+                self._raise_named(error)
+            raise
         finally:
             self.clear()
 
@@ -261,7 +264,7 @@ class Interpreter:
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
-            partial(entrance.take, originals=entrance.of_batch),
+            entrance,
         )
         if states is not None:
             kwargs = {**kwargs, STATE: state}

@@ -254,8 +254,9 @@ class Loss:
         metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
             pair of a sum and the count that it is over. They come back in ``result.metrics``.
         nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"`` raises;
-            ``"skip"`` drops its gradients; ``"warn"`` only logs it: with the next step where one process has
-            all ranks, on a GPU, so that the host does not wait for each step.
+            ``"skip"`` drops all gradients, also those that earlier steps have added up; ``"warn"`` only logs
+            it: with the next step where one process has all ranks, on a GPU, so that the host does not wait
+            for each step.
         target: the name of an argument of the model that is also the target, where a call is given none.
         check: whether the first step compares the loss of a few rows of two microbatches together with those
             of their own, for which it calls the function four more times; or, where the model's forward

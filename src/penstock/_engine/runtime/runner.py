@@ -735,8 +735,13 @@ class Runner:
                     self._adapters.pop(index, None)
         return self._adapters
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether wrappers keep gradients apart from ``.grad``, until they reduce them."""
+        return any(adapter.holds_gradients for adapter in self._find_adapters().values())
+
     def drop_gradients(self) -> None:
-        """Drop gradients that wrappers keep apart from ``.grad``, until they reduce them."""
+        """Drop gradients that wrappers keep apart from ``.grad``."""
         for adapter in (*self._find_adapters().values(), *self._averages.values()):
             adapter.drop()
 

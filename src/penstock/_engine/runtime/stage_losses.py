@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock._engine.parallel import gathered, replicated
+from penstock._engine.parallel import gathered
 from penstock._engine.rng import LOSS
 from penstock._engine.runtime.calls import StepState
 from penstock._engine.runtime.derivatives import derivatives_checked
@@ -112,16 +112,16 @@ class StageLosses:
                 came = [leaf for of_value in arrived for leaf in of_value]
                 refuses = derivatives_checked(output, inputs, came)
             with refuses:
-                loss = replicated(self._evaluate(function, stage, microbatch, output, target))
+                loss = self._evaluate(function, stage, microbatch, output, target)
             if function.metrics:
                 self._step.tally.measure(microbatch, index, output, target)
         else:
             # A microbatch of weight 0: a mean over nothing is NaN, and so is its gradient.
-            loss = replicated(zero_loss(output))
-        self._step.tally.add_main(microbatch, index, loss)
+            loss = zero_loss(output)
         # Backward starts from the whole loss as a plain tensor, with a plain seed.
-        totals = self._take_added(index, microbatch) if self.added.terms else {}
         main = gathered(loss)
+        self._step.tally.add_main(microbatch, index, main)
+        totals = self._take_added(index, microbatch) if self.added.terms else {}
         totals[MAIN] = main + totals[MAIN] if MAIN in totals else main
         return self._seeded(index, microbatch, totals)
 
@@ -167,7 +167,7 @@ class StageLosses:
             # The loss may use weights of this stage, also those that other stages share.
             with stage.shared_context:
                 loss, gradients = batch.differentiate(targets, evaluate, seed)
-            step.tally.add_main(0, index, replicated(loss), share)
+            step.tally.add_main(0, index, gathered(loss), share)
             for number, of_output in gradients.items():
                 self.seeds.setdefault((index, number), []).extend(of_output)
         return roots + [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -183,14 +183,15 @@ class StageLosses:
 
     def _seeded(self, stage: int, microbatch: int, totals: Mapping[str, Tensor]) -> list[Tensor]:
         """The roots of sums of losses, by whose weights they count."""
-        learning = {name: total for name, total in totals.items() if total.requires_grad}
-        if learning:
-            weights = self._step.weights
-            self.seeds[stage, microbatch] = [
-                torch.full_like(total, weights.of_added(name).seeds[microbatch])
-                for name, total in learning.items()
-            ]
-        return [*learning.values()]
+        roots, seeds = list[Tensor](), list[Tensor | None]()
+        for name, total in totals.items():
+            if total.requires_grad:
+                roots.append(total)
+                seed = self._step.weights.of_added(name).seeds[microbatch]
+                seeds.append(torch.full_like(total, seed))
+        if roots:
+            self.seeds[stage, microbatch] = seeds
+        return roots
 
 
 def _without_gradient(target: Any) -> Any:

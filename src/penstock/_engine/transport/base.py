@@ -8,8 +8,8 @@ this package asks which one it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -227,6 +227,10 @@ def wait_for(works: Iterable[Any]) -> None:
         raise MessageError(f"a connection is closed: {error}") from error
 
 
+Parcel: TypeAlias = Callable[[int], Tensor]
+"""Makes a row of so many bytes."""
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's data as bytes in one row."""
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -238,19 +242,20 @@ def moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
 
-def packed(buffers: list[Tensor]) -> list[Tensor]:
+def packed(buffers: list[Tensor], parcel: Parcel) -> list[Tensor]:
     """Pack several small tensors into one parcel; large ones travel one by one."""
     full = [buffer for buffer in buffers if buffer.numel()]
-    return [torch.cat(full)] if _is_one_parcel(full) else full
+    if not _is_one_parcel(full):
+        return full
+    return [torch.cat(full, out=parcel(sum([buffer.numel() for buffer in full])))]
 
 
-def parcels_for(tensors: list[Tensor]) -> tuple[list[Tensor], bool]:
+def parcels_for(tensors: list[Tensor], parcel: Parcel) -> tuple[list[Tensor], bool]:
     """The buffers that a message of tensors arrives in, and whether it must be unpacked from them."""
     full = [t.reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
     if not _is_one_parcel(full):
         return full, False
-    size = sum([buffer.numel() for buffer in full])
-    return [torch.empty(size, dtype=torch.uint8, device=full[0].device)], True
+    return [parcel(sum([buffer.numel() for buffer in full]))], True
 
 
 def _is_one_parcel(buffers: list[Tensor]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,14 +31,12 @@ from penstock._engine.transport.base import (
     moved,
     packed,
     parcels_for,
-    unpack,
 )
+from penstock._engine.transport.buffers import Buffers
 from penstock._engine.transport.group import Group
 from penstock._engine.transport.sockets import SMALL, Line
 from penstock._engine.values import TensorLayout
 from penstock.errors import MessageError
-
-_CPU = torch.device("cpu")
 
 
 class GlooTransport(Transport):
@@ -49,6 +48,9 @@ class GlooTransport(Transport):
         activity: where this rank notes what it is doing.
         device: where this rank's stages live.
         wait: seconds to wait for all ranks to connect.
+
+    Attributes:
+        buffers: the memory that messages arrive in, and that small ones are packed into.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class GlooTransport(Transport):
         self._meeting = meeting
         self._stages_on = device
         self._posted: defaultdict[tuple[int, int], deque[LineArrival]] = defaultdict(deque)
+        self.buffers = Buffers()
         self._closed = False
         activity.wait("all ranks to connect", None)
         try:
@@ -93,20 +96,26 @@ class GlooTransport(Transport):
         if size <= SMALL and peer in self._lines:
             self._lines[peer].send(tag, [buffer.numpy() for buffer in buffers], size)
             return LEFT
-        parcels = packed(buffers)
+        parcels = packed(buffers, self.buffers.bytes)
         return Sending([self.group.send([parcel], peer, tag) for parcel in parcels], parcels)
 
     def post(
         self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = VALUES
     ) -> Arrival:
         """Start to receive tensors."""
-        tensors = [layout.empty(_CPU) for layout in layouts]
+        take = self.buffers.take
+        tensors = [take(layout.shape, layout.torch_dtype) for layout in layouts]
         if peer in self._lines and sum([layout.nbytes for layout in layouts]) <= SMALL:
             posted = self._posted[peer, tag]
             return LineArrival(self._lines[peer], tag, posted, tensors, self._stages_on)
-        parcels, is_packed = parcels_for(tensors)
+        parcels, is_packed = parcels_for(tensors, self.buffers.bytes)
         works = [self.group.recv([parcel], peer, tag) for parcel in parcels]
         return GroupArrival(works, tensors, parcels if is_packed else (), self._stages_on)
+
+    def settle(self) -> None:
+        """At the end of a step, let go of memory that no step has used for a while."""
+        self.buffers.rest()
+        super().settle()
 
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
@@ -164,7 +173,10 @@ class LineArrival(Arrival):
         return moved(self._tensors, self._device)
 
     def _read(self) -> None:
-        message = bytearray(self._line.receive(self._tag))
-        if message:
-            unpack(torch.frombuffer(message, dtype=torch.uint8), self._tensors)
+        # Read before the line is read again, which uses the same memory.
+        data, start = np.frombuffer(self._line.receive(self._tag), dtype=np.uint8), 0
+        for tensor in self._tensors:
+            size = tensor.nbytes
+            tensor.reshape(-1).view(torch.uint8).numpy()[:] = data[start : start + size]
+            start += size
         self._is_here = True

@@ -101,7 +101,7 @@ class NcclTransport(Transport):
         if channel not in self._groups:
             return self._gloo.send(peer, tag, tensors, direction)
         # To the GPU: a stage on a GPU may send a tensor that is on the CPU.
-        parcels = packed([as_bytes(tensor).to(self._stages_on) for tensor in tensors])
+        parcels = packed([as_bytes(tensor).to(self._stages_on) for tensor in tensors], self._bytes)
         works = [self._groups[channel].send([p], int(peer > self.rank), tag) for p in parcels]
         self._keep(channel, works, parcels)
         return NcclSending(works, parcels)
@@ -114,10 +114,13 @@ class NcclTransport(Transport):
         if channel not in self._groups:
             return self._gloo.post(peer, tag, layouts, direction)
         tensors = [layout.empty(self._stages_on) for layout in layouts]
-        parcels, is_packed = parcels_for(tensors)
+        parcels, is_packed = parcels_for(tensors, self._bytes)
         works = [self._groups[channel].recv([p], int(peer > self.rank), tag) for p in parcels]
         self._keep(channel, works, ())
         return GroupArrival(works, tensors, parcels if is_packed else (), self._stages_on)
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._stages_on)
 
     def _keep(self, channel: Channel, works: Sequence[Any], parcels: Sequence[Tensor]) -> None:
         """Keep what is under way; a channel's messages complete in order."""
@@ -138,7 +141,7 @@ class NcclTransport(Transport):
                     self.watch.check()
                     time.sleep(_POLL)
             queue.clear()
-        self.activity.go_on()
+        self._gloo.settle()
 
     def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
         """The CPU tensors of all ranks, in rank order."""

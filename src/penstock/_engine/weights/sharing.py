@@ -173,6 +173,8 @@ class SharedWeights:
         """Before a step: tie weights again (:meth:`tie_again`), and note the shared buffers."""
         if not self._shared:
             return
+        for stage in self._stages.values():
+            stage.take_shares()  # those of a step that failed before its end
         self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
