@@ -6,16 +6,16 @@ The programs stand in the catalogue, whose matrix cuts them into four stages.
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PartitionError, PenstockError, PlanError
@@ -256,30 +256,108 @@ def test_the_gate_of_another_ranks_units_may_get_batches_of_other_sizes(group: A
     assert model.meter.count == 3 * 2 * 2, "what a trial counts is put back"
 
 
-def test_two_pipelines_in_two_threads_leave_torch_as_it_was() -> None:
-    before = vars(nn.Module)["__setattr__"]
-    both, first_ended = threading.Barrier(2, timeout=60), threading.Event()
+# ---- what the author's code does to a unit around a call
 
-    def step(is_first: bool) -> None:
-        def body(m: Any, x: Tensor) -> Tensor:
-            m.l[3].factor = 2.0
-            if waits:
-                both.wait()
-                assert is_first or first_ended.wait(60)
-            return through_all(m, x)
 
-        waits = False
-        pipe = piped(make(body))
-        pipe.cut(rows())
-        waits = True
-        pipe.step(rows())
-        if is_first:
-            first_ended.set()
+class Scaled(nn.Linear):
+    """Uses an attribute, and a context variable."""
 
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(step, is_first) for is_first in (True, False)]:
-            done.result(timeout=100)
-    assert vars(nn.Module)["__setattr__"] is before
+    factor: Any = 1.0
+
+    def __init__(self, _: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) * self.factor * SCALE.get())
+
+
+SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
+
+
+def sets_attributes(m: Any, x: Tensor) -> Tensor:
+    for unit in m.l:
+        unit.factor = torch.sigmoid(x * m.scale)
+        x = unit(x)
+    return x
+
+
+def sets_attributes_in_a_checkpoint(m: Any, x: Tensor) -> Any:
+    for unit in m.l:
+        unit.factor = torch.sigmoid(x * m.scale)
+        x = checkpoint(unit, x, use_reentrant=False)
+    return x
+
+
+def sets_a_context_variable(m: Any, x: Tensor) -> Tensor:
+    for place, unit in enumerate(m.l):
+        token = SCALE.set(0.5 + place)
+        x = unit(x)
+        SCALE.reset(token)
+    return x
+
+
+def quantised(x: Tensor) -> Tensor:
+    return (x * 4).round() / 4
+
+
+def quantises_what_is_saved(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(quantised, lambda saved: saved):
+        x = m.l[0](x) * m.scale
+        x = m.l[1](x)
+    return through(m, x, 2)
+
+
+AROUND = [sets_attributes, sets_attributes_in_a_checkpoint, sets_a_context_variable]
+
+
+@pytest.mark.parametrize("body", [*AROUND, quantises_what_is_saved])
+def test_what_surrounds_the_call_of_a_unit_surrounds_it_in_its_stage(body: Any) -> None:
+    right(make(body, Scaled), FOUR, microbatches=4)
+    right(make(body, Scaled), None, ranks=1, microbatches=4, schedule="1F1B")
+
+
+@pytest.mark.parametrize("body", AROUND)
+def test_what_surrounds_the_call_of_a_unit_does_when_it_is_recomputed(body: Any) -> None:
+    right(make(body, Scaled), microbatches=4, recompute=True)
+
+
+def with_other_weights(m: Any, unit: nn.Module, x: Tensor) -> Any:
+    return torch.func.functional_call(unit, {"weight": m.l[0].weight * 2}, x)
+
+
+def with_a_hook(m: Any, unit: nn.Module, x: Tensor) -> Any:
+    handle = unit.register_forward_hook(lambda _, given, output: output * 2)
+    output = unit(x)
+    handle.remove()
+    return output
+
+
+def without_bias(m: Any, unit: Any, x: Tensor) -> Any:
+    bias, unit.bias = unit.bias, None
+    output = unit(x)
+    unit.bias = bias
+    return output
+
+
+def with_another_forward(m: Any, unit: Any, x: Tensor) -> Any:
+    before = unit.forward
+    unit.forward = lambda given: before(given) * 2
+    output = unit(x)
+    del unit.forward
+    return output
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (with_other_weights, r"calls l\.1 with other weights, parts or hooks for a while"),
+        (with_a_hook, r"calls l\.1 with other weights, parts or hooks for a while"),
+        (without_bias, r"calls l\.1 with other weights, parts or hooks for a while"),
+        (with_another_forward, r"sets the forward of l\.1"),
+    ],
+)
+def test_a_unit_that_is_another_for_a_while_is_refused(call: Any, words: str) -> None:
+    refused(words, make(lambda m, x: through(m, call(m, m.l[1], m.l[0](x)), 2)))
 
 
 def strict(m: Any, x: Tensor) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,16 +45,30 @@ def replaces(m: Any, x: Tensor) -> Any:
     return torch.tanh(x)
 
 
-class Count:
-    """Keeps a number."""
+class Meter:
+    """Keeps what a unit has counted, in many ways."""
 
     def __init__(self) -> None:
-        self.share = 1.0
+        self.share, self.seen, self.log = 1.0, {"calls": 0}, list[int]()
+        self.last, self.lots = deque[int](maxlen=3), set[int]()
+        self.sum = torch.zeros(())
 
 
 def counts(m: Any, x: Tensor) -> Any:
-    m.counter.share *= 0.5
-    return torch.tanh(m.lin(x) * m.counter.share)
+    meter = m.meter
+    meter.share *= 0.5
+    meter.seen["calls"] += 1
+    meter.log.append(1)
+    meter.last.append(1)
+    meter.lots.add(len(meter.lots))
+    meter.sum += 1
+    counted = meter.seen["calls"], len(meter.log), len(meter.last), len(meter.lots), meter.sum
+    return torch.tanh(m.lin(x) * meter.share + sum(counted))
+
+
+def draws_by_itself(m: Any, x: Tensor) -> Any:
+    noise = torch.rand(x.shape, generator=m.torchs) + float(m.numpys.random())
+    return torch.tanh(m.lin(x) * noise)
 
 
 def scales(m: Any, x: Tensor) -> Any:
@@ -87,7 +103,13 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
     "attributes": lambda: Does(
         replaces, lin=linear(), count=0, last=None, seen={"sum": torch.zeros(())}
     ),
-    "a number in an object": lambda: Does(counts, lin=linear(), counter=Count()),
+    "what an object holds": lambda: Does(counts, lin=linear(), meter=Meter()),
+    "generators of its own": lambda: Does(
+        draws_by_itself,
+        lin=linear(),
+        torchs=torch.Generator().manual_seed(1),
+        numpys=np.random.default_rng(1),
+    ),
     "an attribute of the first call": lambda: Does(scales, lin=linear()),
     "a codebook": lambda: Does(quantises, lin=linear(), codes=torch.eye(WIDTH)),
     "a table of short rows": lambda: Does(looks_up, table=nn.Embedding(8, WIDTH, max_norm=0.5)),

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from penstock._engine.parallel import local_part
 from penstock._engine.rng import generator_states, generators_kept, set_generator_states
-from penstock._engine.values import contents_kept, map_tensors, tensors_in
+from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import UsageError
+from penstock.partition import StateKept, state_kept
 from penstock.pipeline import CallArguments, Pipeline
 
 
@@ -192,8 +193,7 @@ class _State:
         self._pipe, self.number = pipe, pipe.randomness.step
         modules = [module for stage in pipe.stages for module in stage.called_modules()]
         self._modes = [(module, module.training) for module in modules]
-        buffers = [b for stage in pipe.stages for b in stage.module.buffers()]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._kept = StateKept(modules)
         kinds = {"cpu", pipe.device.type}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -206,14 +206,13 @@ class _State:
         """A context in which everything is as it was; what it changes is undone in the end."""
         modes = [(module, module.training) for module, _ in self._modes]
         with ExitStack() as stack:
-            stack.enter_context(contents_kept(buffer for buffer, _ in self._buffers))
+            stack.enter_context(state_kept([module for module, _ in self._modes]))
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
             if self._drawn is not None:
                 stack.enter_context(generators_kept([self._pipe.device]))
                 set_generator_states(self._drawn, [self._pipe.device])
-            for buffer, numbers in self._buffers:
-                buffer.data.copy_(numbers)
+            self._kept.put_back()
             try:
                 _set(self._modes)
                 yield

@@ -13,6 +13,7 @@ from penstock.partition.cutting import Cutting, explained, partition, unit_calls
 from penstock.partition.draws import randomness
 from penstock.partition.interception import Interceptor
 from penstock.partition.planning import CallPlan
+from penstock.partition.recomputing import StateKept, state_kept
 
 __all__ = [
     "CallPlan",
@@ -22,6 +23,7 @@ __all__ = [
     "Partition",
     "Room",
     "Shared",
+    "StateKept",
     "choose_cuts",
     "explained",
     "find_shared",
@@ -29,5 +31,6 @@ __all__ = [
     "named_tensors",
     "partition",
     "randomness",
+    "state_kept",
     "unit_calls",
 ]

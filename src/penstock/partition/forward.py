@@ -154,6 +154,8 @@ class Forward(ScoreTree):
         self._open = {
             interceptor.path: interceptor.module for interceptor in self._open_interceptors
         }
+        for path, module in self._open.items():
+            self.note_held(path, module)
         padded = [
             module.register_forward_pre_hook(self._check_padding, with_kwargs=True)
             for _, module in self.outside

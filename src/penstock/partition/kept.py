@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Generator, Tensor, nn
 from penstock.partition.names import FakeTensor
 
 CONTAINERS = (list, dict, set, deque)
+GENERATORS = (Generator, np.random.Generator, np.random.RandomState)
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes in which a module keeps its parts and hooks, and not the author's values."""
 _DEPTH, _MOST = 4, 1000
@@ -32,6 +34,7 @@ _LIBRARIES = (
 )
 """Packages whose objects and code are no state of a model."""
 _GONE = object()
+_KINDS = WeakKeyDictionary[type, bool]()
 
 
 class Kept:
@@ -51,7 +54,7 @@ class Kept:
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._code: set[int] = set()
-        self._generators: list[tuple[Generator, Tensor]] = []
+        self._generators: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._random = random.getstate(), np.random.get_state()
         self.modules = list(modules)
@@ -78,8 +81,8 @@ class Kept:
         kind = type(value)
         if depth > _DEPTH or id(value) in self._things:
             return
-        if isinstance(value, Generator):
-            self._generators.append((value, value.get_state()))
+        if isinstance(value, GENERATORS):
+            self._generators.append((value, drawn(value)))
             return
         if type(value) is Tensor and depth > 1:
             # Of a module's attribute, at depth 1, a fake tensor is written into instead.
@@ -156,7 +159,7 @@ class Kept:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         for generator, state in self._generators:
-            generator.set_state(state)
+            draw_from(generator, state)
         for table, name, value in self._names:
             if table.get(name, _GONE) is not value:
                 table[name] = value
@@ -174,6 +177,21 @@ class Kept:
                 if not stays(thing, before):
                     put_back(thing, before)
         return moved
+
+
+def drawn(generator: Any) -> Any:
+    """The state of a generator of random numbers, of torch or numpy."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def draw_from(generator: Any, state: Any) -> None:
+    """Let a generator draw from a state on."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -196,6 +214,13 @@ class _ClassTable:
 
 def _is_of_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES or module == "builtins"
+
+
+def is_of_library(kind: type) -> bool:
+    """Whether a class, with all of its bases, is of a package whose objects are no state of a model."""
+    if kind not in _KINDS:
+        _KINDS[kind] = all(_is_of_library(base.__module__) for base in kind.__mro__)
+    return _KINDS[kind]
 
 
 def _contents(thing: Any) -> Any:

@@ -61,6 +61,11 @@ level_of_transforms = torch._C._functorch.maybe_current_level
 """Counts the transforms of torch.func that are active; None if there are none."""
 
 
+saving: Any = torch._C._autograd._top_saved_tensors_default_hooks
+"""Returns the innermost pair of saved_tensors_hooks; None if there is none. False as its argument asks while
+a graph is traced, too."""
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """A context in which no dispatch mode is active, so that tensors have numbers."""
     return _disable_current_modes()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from penstock.errors import PlanError
 from penstock.partition.forward import Forward
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
 from penstock.partition.interception import BETWEEN, Interceptor, Run
+from penstock.partition.kept import replaced
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
@@ -151,12 +151,14 @@ class Player:
         if line.unit:
             once = line.what in self._recomputes
             if (once or depth) and not (line.changes or line.left or line.index in call.plan.kept):
-                run = recomputed(run, module if once else None, line.what)
+                again = _surroundings(note) if note.sets or note.context else None
+                run = recomputed(run, module if once else None, line.what, again)
         try:
-            if grad is torch.is_grad_enabled() and not casts and not note.context:
+            plain = not (casts or note.context or note.saving)
+            if plain and grad is torch.is_grad_enabled():
                 made = run(*args, **kwargs)
             else:
-                with torch.set_grad_enabled(grad), _within(casts, note.context):
+                with torch.set_grad_enabled(grad), _within(casts, note):
                     made = run(*args, **kwargs)
         except RuntimeError as error:
             if line.unit or not line.varies:
@@ -345,11 +347,28 @@ class _Values(dict[Any, Any]):
         return self._notes[number[0]].line.shown[number]
 
 
+def _surroundings(note: Note) -> Callable[[], Any]:
+    """What makes a context with the attributes and context variables of a call; others set them since."""
+    sets = [(vars(part), name, vars(part)[name]) for part, name in note.sets]
+    context = note.context
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with replaced(sets), ExitStack() as stack:
+            for variable, value in context:
+                stack.callback(variable.reset, variable.set(value))
+            yield
+
+    return again
+
+
 @contextmanager
-def _within(casts: Sequence[Any], context: Sequence[tuple[ContextVar[Any], Any]]) -> Iterator[None]:
+def _within(casts: Sequence[Any], note: Note) -> Iterator[None]:
     with ExitStack() as stack:
         for kind, dtype in casts:
             stack.enter_context(torch.autocast(kind, dtype))
-        for variable, value in context:
+        if note.saving is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*note.saving))
+        for variable, value in note.context:
             stack.callback(variable.reset, variable.set(value))
         yield

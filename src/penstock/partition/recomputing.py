@@ -7,9 +7,12 @@ the first one left, or the state moves twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
-from types import FunctionType, ModuleType
+import copy
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,23 +21,38 @@ from torch.utils import checkpoint as checkpointing
 
 from penstock._engine.values import leaves_in, map_tensors
 from penstock.errors import PartitionError, StageError
-from penstock.partition.kept import MISSING, REGISTRIES, replaced
+from penstock.partition.kept import (
+    GENERATORS,
+    MISSING,
+    REGISTRIES,
+    draw_from,
+    drawn,
+    is_of_library,
+    put_back,
+    replaced,
+)
 
 Run = Callable[..., Any]
 _Holder = dict[str, Any]
+_Entry = tuple[_Holder, str, Any]
 
 
-def recomputed(run: Run, unit: nn.Module | None, name: str) -> Run:
+def recomputed(
+    run: Run, unit: nn.Module | None, name: str, again: Callable[[], Any] | None = None
+) -> Run:
     """A call of a unit that runs again in its backward, and draws the same there.
 
     Args:
         run: makes the call.
         unit: the unit, whose state moves once; None in a checkpoint of the author's, where it moves twice.
         name: the path of the unit, for messages.
+        again: makes the context in which it runs again, for what only surrounds the first run.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         function = run if unit is None else _Repeatable(run, unit)
+        if again is not None:
+            function = _later_within(function, again)
         try:
             return checkpointing.checkpoint(function, *args, use_reentrant=False, **kwargs)
         except RuntimeError as error:
@@ -48,32 +66,54 @@ def recomputed(run: Run, unit: nn.Module | None, name: str) -> Run:
     return call
 
 
+def _later_within(run: Run, again: Callable[[], Any]) -> Run:
+    been = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal been
+        with again() if been else nullcontext():
+            been = True
+            return run(*args, **kwargs)
+
+    return call
+
+
 class _Repeatable:
     """One call of a unit, which begins with the same state each time, and changes it the first time alone."""
 
     def __init__(self, run: Run, unit: nn.Module) -> None:
-        self._run, self._unit = run, unit
-        self._before: list[tuple[_Holder, str, Any]] | None = None
+        self._run, self._unit, self._parts = run, unit, list(unit.modules())
+        self._before: list[_Entry] | None = None
+        self._generators: list[tuple[Any, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         if self._before is None:
             return self._first(args, kwargs)
-        if not self._before:
+        if not (self._before or self._generators):
             return self._run(*args, **kwargs)
         copies = _Copies()
         # Other objects than those that are there, whose version counters do not move.
         again = [(holder, name, _copy_of(value, copies)) for holder, name, value in self._before]
-        with replaced(again):
-            return self._run(*args, **kwargs)
+        now = [(generator, drawn(generator)) for generator, _ in self._generators]
+        try:
+            for generator, state in self._generators:
+                draw_from(generator, state)
+            with replaced(again):
+                return self._run(*args, **kwargs)
+        finally:
+            for generator, state in now:
+                draw_from(generator, state)
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         copies = _Copies()
         state = [
             (holder, name, value, _copy_of(value, copies), _versions(value))
-            for holder, name, value in _state(self._unit)
+            for holder, name, value in _state(self._parts)
         ]
+        draws = {id(value): value for _, _, value, *_ in state if isinstance(value, GENERATORS)}
+        self._generators = [(generator, drawn(generator)) for generator in draws.values()]
         weights = [(name, p, p._version) for name, p in _weights(self._unit)]
         output = self._run(*args, **kwargs)
         for name, parameter, version in weights:
@@ -83,18 +123,62 @@ class _Repeatable:
                     "which must run again; make that a buffer, or leave the module out of recompute="
                 )
         self._before = []
-        for holder, name, value, copy, versions in state:
-            if _is_changed(value, copy, versions):
-                self._before.append((holder, name, copy))
+        for holder, name, value, before, versions in state:
+            if _is_changed(value, before, versions):
+                self._before.append((holder, name, before))
             elif holder.get(name, MISSING) is not value:
                 self._before.append((holder, name, value))
         there = {(id(holder), name) for holder, name, *_ in state}
         self._before += [
             (holder, name, MISSING)
-            for holder, name, _ in _state(self._unit)
+            for holder, name, _ in _state(self._parts)
             if (id(holder), name) not in there
         ]
         return output
+
+
+class StateKept:
+    """What modules keep now, but for parameters: buffers, attributes, and what is in these.
+
+    Args:
+        modules: the modules, each for itself.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules, copies = list(modules), _Copies()
+        self._state = [
+            (holder, name, value, _copy_of(value, copies), _versions(value))
+            for holder, name, value in _state(self._modules)
+        ]
+        draws = {id(v): v for _, _, v, *_ in self._state if isinstance(v, GENERATORS)}
+        self._generators = [(generator, drawn(generator)) for generator in draws.values()]
+
+    def put_back(self) -> None:
+        """Let the modules keep this again; a container or tensor stays the same object."""
+        copies, there = _Copies(), {(id(holder), name) for holder, name, *_ in self._state}
+        for holder, name, _ in list(_state(self._modules)):
+            if (id(holder), name) not in there:
+                del holder[name]
+        for holder, name, value, before, versions in self._state:
+            if _is_changed(value, before, versions):
+                if isinstance(value, Tensor):
+                    value.data.copy_(before)
+                elif not isinstance(value, tuple):
+                    put_back(value, _copy_of(before, copies))
+            if holder.get(name, MISSING) is not value:
+                holder[name] = value
+        for generator, state in self._generators:
+            draw_from(generator, state)
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context after which modules keep what they kept before."""
+    kept = StateKept(modules)
+    try:
+        yield
+    finally:
+        kept.put_back()
 
 
 class _Copies:
@@ -111,22 +195,29 @@ class _Copies:
         return self._copies[id(tensor)][1]
 
 
-def _state(unit: nn.Module) -> Iterator[tuple[_Holder, str, Any]]:
-    """What a unit and its parts keep, but for parameters: where, by which name, and the value.
+def _state(modules: Iterable[nn.Module]) -> Iterator[_Entry]:
+    """What modules keep, but for parameters: where, by which name, and the value.
 
-    Of objects in their attributes, such as a counter that layers share, the numbers.
+    These are buffers, and the attributes of the author's modules and of objects in them, such as a meter.
     """
-    objects: dict[int, _Holder] = {}
-    for holder in chain.from_iterable((part._buffers, vars(part)) for part in unit.modules()):
+    holders: list[tuple[_Holder, int]] = []
+    for part in modules:
+        holders.append((part._buffers, 0))
+        if not is_of_library(type(part)):
+            holders.append((vars(part), 0))
+    seen = {id(holder) for holder, _ in holders}
+    for holder, depth in holders:  # it grows
         for name, value in holder.items():
-            if name not in REGISTRIES:
-                yield holder, name, value
-                if hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE):
-                    objects[id(value)] = vars(value)
-    for holder in objects.values():
-        for name, value in holder.items():
-            if isinstance(value, int | float):
-                yield holder, name, value
+            if name in REGISTRIES:
+                continue
+            yield holder, name, value
+            if isinstance(value, _WITHOUT_STATE) or not hasattr(value, "__dict__"):
+                continue
+            kind: type = type(value)
+            inside: Any = vars(value)
+            if depth < _DEEP and id(inside) not in seen and not is_of_library(kind):
+                seen.add(id(inside))
+                holders.append((inside, depth + 1))
 
 
 def _weights(unit: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -137,11 +228,15 @@ def _weights(unit: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _copy_of(value: Any, copies: _Copies) -> Any:
+    if isinstance(value, _COPIED):
+        return copy.copy(value)
     return map_tensors(value, copies) if isinstance(value, _SEARCHED) else value
 
 
-_WITHOUT_STATE = Tensor, type, FunctionType, ModuleType, nn.Module
-_SEARCHED = Tensor, tuple, list, dict
+_DEEP = 2
+_WITHOUT_STATE = (Tensor, type, FunctionType, MethodType, ModuleType, nn.Module)
+_SEARCHED = (Tensor, tuple, list, dict)
+_COPIED = (deque, set)
 
 
 def _versions(value: Any) -> list[tuple[Any, int]]:
@@ -154,17 +249,22 @@ def _versions(value: Any) -> list[tuple[Any, int]]:
     ]
 
 
-def _is_changed(value: Any, copy: Any, versions: list[tuple[Any, int]]) -> bool:
+def _is_changed(value: Any, copied: Any, versions: list[tuple[Any, int]]) -> bool:
     """Whether something inside a value is another than before, or may have been changed in place."""
+    if isinstance(value, set):
+        return bool(value != copied)
+    if isinstance(value, deque):
+        held, before = list(value), list(copied)
+        return len(held) != len(before) or any(map(operator.is_not, held, before))
     now = _versions(value)
     if len(now) != len(versions):
         return True
-    for (leaf, version), (was, at), (copied, _) in zip(now, versions, _versions(copy), strict=True):
+    for (leaf, version), (was, at), (twin, _) in zip(now, versions, _versions(copied), strict=True):
         if leaf is not was or version != at:
             return True
-        if leaf is copied:
+        if leaf is twin:
             continue
         # What is written through ``.data`` moves no version. To compare on a GPU would wait for it.
-        if leaf.device.type != "cpu" or not torch.equal(leaf, copied):
+        if leaf.device.type != "cpu" or not torch.equal(leaf, twin):
             return True
     return False

@@ -147,6 +147,7 @@ class Note:
         draw: the number of the draw, or of the unit's call; -1 if it draws nothing.
         context: the context variables in which the author's code keeps containers, with these.
         sets: the attributes that the author's code has set in the unit: the module and the name.
+        saving: the author's saved_tensors_hooks around the call; None if there are none.
     """
 
     line: Line
@@ -154,6 +155,7 @@ class Note:
     draw: int
     context: Sequence[tuple[ContextVar[Any], Any]] = ()
     sets: Sequence[tuple[nn.Module, str]] = ()
+    saving: tuple[Any, Any] | None = None
 
 
 @dataclass(eq=False)

@@ -38,6 +38,7 @@ class ScoreTree:
         self.metadata: set[Any] = set()
         self.by_numbers: set[Any] = set()
         self.borrowed = dict[str, frozenset[str]]()
+        self._held = dict[str, tuple[list[Any], list[Any]]]()
         self.roots: dict[Any, Line] = {}
         self.lines = 0
         self.modules = list(model.modules())
@@ -208,6 +209,26 @@ class ScoreTree:
             return tensor
         with torch.enable_grad():
             return tensor.clone()
+
+    def note_held(self, path: str, unit: nn.Module) -> None:
+        """Note the weights, parts and hooks that a unit holds."""
+        parts = [part for part in unit.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        entries = [
+            (table, name, value)
+            for part in parts
+            for table in (part._parameters, part._modules)
+            for name, value in table.items()
+        ]
+        hooks = [(of, len(of)) for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)]
+        self._held[path] = entries, hooks
+
+    def holds_as_before(self, path: str) -> bool:
+        """Whether a unit holds what was noted."""
+        entries, hooks = self._held[path]
+        for table, name, value in entries:
+            if table.get(name) is not value:
+                return False
+        return all([len(of) == count for of, count in hooks])
 
     def names_of(self, parts: Sequence[nn.Module], places: Sequence[tuple[int, str]]) -> list[str]:
         """The names of weights and buffers, given by the positions of their modules."""

@@ -50,6 +50,7 @@ from penstock.partition.names import (
     is_wrapped,
     left,
     level_of_transforms,
+    saving,
     unwrapped,
     without_functions,
 )
@@ -126,7 +127,7 @@ class Writer(TorchFunctionMode):
         self._overwritten: set[int] = set()
         self.work = Work()
         self.inner_work: dict[int, float] = {}
-        self._before = dict(copy_context().items())
+        self._before, self._saving = dict(copy_context().items()), saving(False)
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -220,6 +221,11 @@ class Writer(TorchFunctionMode):
             # A compiled module runs as it was written.
             run = getattr(interceptor.module, "_orig_mod", interceptor.module)._call_impl
         path = interceptor.path
+        if not self.tree.holds_as_before(path):
+            raise self.refusal(
+                f"calls {path} with other weights, parts or hooks for a while, as functional_call does, "
+                "which its stage would not know; put that into a module that is placed as a whole"
+            )
         call, self._calls[path] = self._calls[path], self._calls[path] + 1
         key = (path, "forward") if is_direct else path
         output = self._line(path, run, call, args, kwargs, call, key)
@@ -348,7 +354,8 @@ class Writer(TorchFunctionMode):
         beside: list[Template] = []
         if not copies:
             for variable, value in copy_context().items():
-                if isinstance(value, dict | list) and self._before.get(variable) is not value:
+                known = isinstance(value, dict | list | int | float | str | Tensor)
+                if known and self._before.get(variable) is not value:
                     context.append((variable, value))
                     beside.append(read(value, given))
             if what in self._sets:
@@ -380,7 +387,10 @@ class Writer(TorchFunctionMode):
             self._at.next[key] = line
             tree.lines += 1
         self._at = line
-        note = Note(line, given, draw, context, sets)
+        packs = saving(False)
+        if packs is self._saving:  # none, or those around the step
+            packs = None
+        note = Note(line, given, draw, context, sets, packs)
         self.notes.append(note)
         if line.simple and self.silent:
             self.numbers.update(line.marks)
@@ -429,6 +439,11 @@ class Writer(TorchFunctionMode):
     def has_set(self, module: nn.Module, name: str) -> None:
         """Note that the author's code has set an attribute in a unit: the unit gets it with its next call."""
         path = self.tree.unit_of.get(id(module))
+        if path is not None and name == "forward" and not self._inside:
+            raise self.refusal(
+                f"sets the forward of {self.tree.paths[id(module)]}, which its stage would not know; put "
+                "that into a module that is placed as a whole"
+            )
         if path is not None and not self._inside and name in vars(module):
             self._sets.setdefault(path, {})[id(module), name] = module
 

@@ -44,9 +44,8 @@ from penstock._engine.runtime import (
     differ,
 )
 from penstock._engine.transport import Job
-from penstock._engine.values import contents_kept
 from penstock.errors import StageError, UsageError
-from penstock.partition import Partition, Shared
+from penstock.partition import Partition, Shared, state_kept
 from penstock.pipeline.default_loss import LossInside
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import Outputs, product
@@ -683,7 +682,6 @@ class Engine:
 
         modules = [module for stage in self.stages for module in stage.called_modules()]
         settled = [m for m in modules if m.training and _is_restless(m)]
-        buffers = (b for m in modules for b in m.buffers(recurse=False))
         coarse = torch.is_autocast_enabled(device.type) or any(
             p.dtype in (torch.float16, torch.bfloat16) for m in modules for p in m.parameters()
         )
@@ -691,7 +689,7 @@ class Engine:
         try:
             for module in settled:
                 module.training = False
-            with contents_kept(buffers), generators_kept([device]):
+            with state_kept(modules), generators_kept([device]):
                 (halves, count), (whole, _) = evaluate(2), evaluate(1)
                 drew = not all(map(torch.equal, before, generator_states([device])))
                 drawn, coarses = zip(*self._told([drew, coarse]), strict=True)

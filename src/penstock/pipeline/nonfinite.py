@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from penstock._engine.runtime import ActionEvent, Hooks, StepState
 from penstock._engine.transport import Job
-from penstock._engine.values import contents_kept, tensors_in
+from penstock._engine.values import tensors_in
+from penstock.partition import state_kept
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import microbatch_of
 from penstock.stage import PipelineStage, uncompiled
@@ -143,12 +144,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @contextmanager
 def _untouched(stages: Sequence[PipelineStage]) -> Iterator[None]:
-    """Restore gradients and buffers afterwards."""
+    """Restore gradients, buffers and what modules keep afterwards."""
     gradients = [(p, p.grad) for stage in stages for p in stage.module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with contents_kept(b for stage in stages for b in stage.module.buffers()):
+        with state_kept(part for stage in stages for part in stage.called_modules()):
             yield
     finally:
         for parameter, gradient in gradients:
