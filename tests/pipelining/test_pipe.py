@@ -100,6 +100,12 @@ def counts_and_uses(m: Any, x: Tensor) -> Any:
     return m.d(m.c(m.b(first) + m.count)) + m.count
 
 
+def sets_and_uses(m: Any, x: Tensor) -> Any:
+    """Sets a buffer to another value in the first part, and uses that in later ones."""
+    m.count = m.count + x.detach().mean()
+    return m.d(m.c(m.b(m.a(x)) + m.count)) + m.count
+
+
 def counting(run: Callable[..., Any], names: str = "ab", width: int = 4) -> nn.Module:
     model = Chained(run, names, width)
     model.register_buffer("count", torch.zeros(()))
@@ -135,6 +141,7 @@ EXAMPLES: dict[str, tuple[Callable[[], Case], dict[str, SplitPoint] | None]] = {
     "marked": (of(Marked, 6, count=2), None),
     "sizes": (of(Named, 3, 4), None),
     "in place": (of(lambda: Chained(in_place, "abcd", 6), 6), before("b", "c", "d")),
+    "mean": (of(lambda: counting(sets_and_uses, "abcd", 6), 6), before("b", "c", "d")),
     "counter": (of(lambda: counting(counts_and_uses, "abcd", 6), 6), before("b", "c", "d")),
 }
 """What makes a case, and where its model is cut; None where its code says."""
@@ -177,7 +184,7 @@ WORDS = pytest.param("words", marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
-    "name", ["unet", "resnet", WORDS, "marked", "in place", "sizes", "counter"]
+    "name", ["unet", "resnet", WORDS, "marked", "in place", "sizes", "counter", "mean"]
 )
 def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name: str) -> None:
     case = EXAMPLES[name][0]()

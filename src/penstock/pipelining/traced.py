@@ -322,6 +322,7 @@ class Cut:
                 self.owner[node] = 0
             elif node.op != "output" and not _is_size(node):
                 busy[stage] = True
+        self._place_assignments()
         self.count = stage + 1
         empty = [index for index, works in busy.items() if not works]
         if empty and self.count > 1:
@@ -341,6 +342,17 @@ class Cut:
                     f"a cut lies within a region ({path}), such as torch.no_grad() or autocast, which cannot "
                     "end in one stage and begin in another; cut outside of it"
                 )
+
+    def _place_assignments(self) -> None:
+        """Let a buffer be set where its value is made: export writes ``self.seen = seen`` at the end."""
+        for node, stage in self.owner.items():
+            if node.target is not torch.ops.aten.copy_.default or node.users:
+                continue
+            buffer, value = node.args[:2]
+            if isinstance(buffer, fx.Node) and isinstance(value, fx.Node):
+                users = {self.owner[user] for user in buffer.users if user is not node}
+                if buffer.op == "get_attr" and users == {self.owner[value]} != {stage}:
+                    self.owner[node] = self.owner[value]
 
     def _find_values(self) -> dict[fx.Node, tuple[int, ...]]:
         """Map each value that travels to the stages that use it."""
