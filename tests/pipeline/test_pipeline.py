@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock import Microbatches, Pipeline, PipelineStage
+from penstock import Microbatches, Pipeline, PipelineModule, PipelineStage
 from penstock._engine.microbatches import MISSING
 from penstock.errors import PeerFailed, ScheduleError, StageError, UsageError
 from penstock.partition import partition
@@ -288,6 +288,75 @@ def test_calls_of_a_pipeline_from_several_threads_take_turns() -> None:
     assert all(module.training for module in pipe.stages[0].module.modules())
     for name, gradient in gradients(pipe).items():
         torch.testing.assert_close(gradient, 3 * once[name])
+
+
+def test_two_pipelines_in_two_threads_draw_what_they_draw_one_after_the_other() -> None:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)]
+    models = [nn.Sequential(*copy.deepcopy(blocks)) for _ in range(4)]
+
+    def train(seed: int, model: nn.Module) -> list[Tensor]:
+        pipe = Pipeline(
+            model,
+            ranks=2,
+            microbatches=4,
+            recompute=True,
+            seed=seed,
+            loss_fn=nn.functional.mse_loss,
+        )
+        for _ in range(5):
+            pipe.step(torch.ones(8, 8), target=torch.ones(8, 8))
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    alone = [train(seed, models[seed]) for seed in range(2)]
+    together = in_threads(lambda seed: train(seed, models[2 + seed]), 2)
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+class Counts(nn.Linear):
+    """Goes by how often it was called, which an attribute and a list say."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__(4, 4)
+        self.calls, self.log = 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(1)
+        return torch.tanh(super().forward(x) * (self.calls + len(self.log)))
+
+
+class Whole(nn.Module):
+    """A model that gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*map(Counts, range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def test_forwards_beside_those_of_a_step_leave_what_layers_keep() -> None:
+    torch.manual_seed(0)
+    model, x = Whole(), torch.randn(4, 4)
+    plain, other = copy.deepcopy(model), copy.deepcopy(model.layers)
+    first: Any = model.layers[0]
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=lambda loss, _: loss)
+    for _ in range(2):  # the first step checks whether the loss is a mean, by another forward
+        expected = sum(float(plain(part).detach()) for part in x.split(2)) / 2
+        assert pipe.step(x).loss == pytest.approx(expected)
+    assert first.calls == plain.layers[0].calls == len(first.log) == 4
+    pipe.find_nonfinite(x)
+    assert first.calls == len(first.log) == 4
+    module = PipelineModule(Pipeline(other, ranks=2, microbatches=2))
+    single = copy.deepcopy(other)
+    for _ in range(2):
+        # Without a loss of its own, it runs the forward again in the backward.
+        module(x).square().mean().backward()
+        torch.cat([single(part) for part in x.split(2)]).square().mean().backward()
+    torch.testing.assert_close(other[0].weight.grad, single[0].weight.grad)
+    assert other[0].calls == single[0].calls == 4
 
 
 def test_steps_in_several_threads_are_one_after_the_other() -> None:

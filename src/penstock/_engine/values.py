@@ -11,7 +11,6 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from itertools import count
@@ -200,10 +199,6 @@ class Structure(NamedTuple):
         # A context need not be hashable.
         return hash((self.kind, self.children))
 
-    def is_leaf(self) -> bool:
-        """Whether the value is one leaf."""
-        return self.kind is None
-
     def describe(self, what: str) -> Any:
         """The structure as JSON data.
 
@@ -293,17 +288,6 @@ def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
             _collect(child, add)
 
 
-@contextmanager
-def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context after which tensors, such as buffers, hold the numbers again that they held before it."""
-    copies = [(tensor, tensor.detach().clone()) for tensor in tensors if not tensor.is_meta]
-    try:
-        yield
-    finally:
-        for tensor, numbers in copies:
-            tensor.data.copy_(numbers)
-
-
 def leaves_in(value: Any, *, with_whole_masks: bool = False) -> list[tuple[Place, Any]]:
     """The leaves of a value with their places, in order; block masks may count as leaves."""
     leaves: list[tuple[Place, Any]] = []
@@ -343,14 +327,6 @@ def items_of(value: Any) -> Items | None:
     context, children = rule.apart(value)
     keys = rule.keys(value, context)
     return Items(dict(zip(keys, children, strict=False)), partial(_like, value, rule, context))
-
-
-def without(value: Any, keys: set[Any]) -> Any:
-    """A mapping or sequence with ``None`` under some keys."""
-    items = items_of(value) if isinstance(value, Mapping | tuple | list) else None
-    if items is None:
-        return value
-    return items.build([None if key in keys else child for key, child in items.of.items()])
 
 
 def named_leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:

@@ -63,6 +63,8 @@ from penstock.stage import OverlapFunction, PipelineStage
 logger = logging.getLogger("penstock")
 
 
+_IN_THIS_PROCESS = threading.RLock()
+"""Held by the calls of pipelines that live in one process: they seed and draw from the same generators."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -228,10 +230,13 @@ class Engine:
     def turn(self) -> Iterator[None]:
         """A context around a call, in which the calls of other threads wait.
 
+        Those of other pipelines wait too, unless pipelines have other processes, which call in an order of
+        their own.
+
         After it, gradients of the batch flow on into the caller's graph: autograd may run that, and a call in
         it, in other threads.
         """
-        with self._lock:
+        with self._lock if self._job.transport is not None else _IN_THIS_PROCESS:
             self._depth += 1
             try:
                 yield

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from penstock._engine.parallel.tensors import whole as whole
     from penstock._engine.parallel.tensors import with_local as with_local
     from penstock._engine.parallel.wrapping import Member as Member
-    from penstock._engine.parallel.wrapping import alone as alone
     from penstock._engine.parallel.wrapping import may_cast as may_cast
     from penstock._engine.parallel.wrapping import named_buffers as named_buffers
     from penstock._engine.parallel.wrapping import named_parameters as named_parameters

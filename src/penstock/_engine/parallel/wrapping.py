@@ -68,16 +68,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def alone(module: nn.Module) -> nn.Module:
-    """The module inside ``DistributedDataParallel``, whose output is the same, or the module itself.
-
-    ``DistributedDataParallel`` itself would expect a backward that reduces. With mixed precision it changes
-    types, and so cannot be bypassed.
-    """
-    replicated = isinstance(module, DistributedDataParallel) and module.mixed_precision is None
-    return module.get_submodule("module") if replicated else module
-
-
 def may_cast(module: nn.Module, inner: nn.Module) -> bool:
     """Whether wrappers may change the types of what a stage is given and gives.
 
