@@ -305,8 +305,6 @@ class Cut:
         graph = traced.module.graph
         self.owner: dict[fx.Node, int] = {}
         self._check_regions()
-        for node in filter(_writes_back, [*graph.nodes]):
-            graph.erase_node(node)
         stage, busy = 0, {0: False}
         for node in graph.nodes:
             if node.target == _GUARDS:
@@ -344,7 +342,7 @@ class Cut:
                 )
 
     def _place_assignments(self) -> None:
-        """Let a buffer be set where its value is made: export writes ``self.seen = seen`` at the end."""
+        """Let a buffer be set where its value is made: export writes ``self.n += 1`` back at the end."""
         for node, stage in self.owner.items():
             if node.target is not torch.ops.aten.copy_.default or node.users:
                 continue
@@ -549,18 +547,6 @@ def _base(node: fx.Node) -> fx.Node:
             break
         node = aliased[0][0]
     return node
-
-
-def _writes_back(node: fx.Node) -> bool:
-    """Whether a node copies a buffer's memory to itself, as export does after ``self.count += 1``."""
-    if node.target is not torch.ops.aten.copy_.default or node.users:
-        return False
-    buffer, value = node.args[:2]
-    while isinstance(value, fx.Node) and (
-        written := [v for v, writes in _aliased(value) if writes]
-    ):
-        value = written[0]
-    return isinstance(value, fx.Node) and value.op == "get_attr" and value is buffer
 
 
 def _node_name(node: fx.Node) -> str:
