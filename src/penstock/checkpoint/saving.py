@@ -185,6 +185,11 @@ class Planner:
         self._plan = WritePlan([], [], [])
         self.contents: dict[str, Any] = {}
 
+    @property
+    def writers(self) -> list[int]:
+        """The processes that write a file, in the order of the table's files."""
+        return self._plan.writers
+
     def begin(
         self, job: Job, targets: Targets, step: int, extra: Any, writer: Writer
     ) -> Checkpoint:
