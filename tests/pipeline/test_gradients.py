@@ -201,6 +201,15 @@ class Notes(nn.Linear):
         return super().forward(input.mul_(2) if self.changes else input)
 
 
+def test_stages_by_hand_say_for_how_many_ranks_a_function_makes_a_schedule() -> None:
+    stages = [PipelineStage(Notes().double(), index, 4) for index in range(4)]
+    laps = lambda ranks, microbatches: ps.build(  # noqa: E731 - as a user gives it
+        "Interleaved1F1B", ranks=ranks, microbatches=microbatches
+    )
+    pipe = Pipeline.from_stages(stages, schedule=laps, loss_fn=mean_loss, microbatches=2)
+    assert pipe.schedule.ranks == 2
+
+
 def test_arguments_are_copied_only_where_a_stage_changes_them() -> None:
     modules, batch = [Notes().double(), Notes().double()], X.clone()
     stages = [PipelineStage(module, i, 2) for i, module in enumerate(modules)]

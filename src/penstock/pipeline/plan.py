@@ -242,12 +242,20 @@ def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
     """The number of ranks: all stages divided by the stages that the schedule gives each rank."""
     if stages is None and os.environ.get("WORLD_SIZE") == "1":
         return 1  # as where a launcher has started more; one machine may be all that is left of several
-    if stages is None or not isinstance(schedule, str):
+    if stages is None:
         raise UsageError(
             "the number of ranks is not known: give ranks= or stages=, or start one process per rank "
             "with torchrun"
         )
-    return max(1, stages // build(schedule, ranks=1, microbatches=2).stages)
+    if isinstance(schedule, str):
+        return max(1, stages // build(schedule, ranks=1, microbatches=2).stages)
+    try:
+        return max(1, stages // schedule(1, 2).stages)
+    except ScheduleError as error:
+        raise UsageError(
+            f"the number of ranks for {stages} stages is not known: the function in schedule= makes no "
+            f"schedule for one rank ({error}); start one process per rank with torchrun, or give a schedule"
+        ) from error
 
 
 def _check_value(
