@@ -151,7 +151,11 @@ def with_loss(m: Any, x: Tensor, target: Tensor) -> dict[str, Tensor]:
     return {"loss": m.loss(output, target), "logits": output}
 
 
+CALLED: list[int] = []
+
+
 def counted(m: Any, x: Tensor) -> Any:
+    CALLED.append(1)
     m.calls += 1
     return m.layer(x)
 
@@ -193,9 +197,11 @@ def test_the_check_of_a_forward_runs_the_first_microbatch_whole_and_in_halves() 
     pipe = inside(mean_loss, microbatches=4)
     model: Any = pipe.model
     state, torchs = pipe.randomness.state_dict(), torch.get_rng_state()
-    for calls in (4 + 3, 4 + 3 + 4):
+    CALLED.clear()
+    for steps, calls in ((1, 4 + 3), (2, 4 + 3 + 4)):
         pipe.step(X, Y, target=None)
-        assert model.counting.calls == calls
+        assert len(CALLED) == calls
+        assert model.counting.calls == 4 * steps, "what a module counts is that of the steps"
     assert model.dropout.training
     assert torch.equal(torchs, torch.get_rng_state())
     assert pipe.randomness.state_dict() == {**state, "step": 2}

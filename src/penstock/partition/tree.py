@@ -223,12 +223,17 @@ class ScoreTree:
         self._held[path] = entries, hooks
 
     def holds_as_before(self, path: str) -> bool:
-        """Whether a unit holds what was noted."""
-        entries, hooks = self._held[path]
-        for table, name, value in entries:
-            if table.get(name) is not value:
-                return False
-        return all([len(of) == count for of, count in hooks])
+        """Whether a unit holds the weights and parts that were noted."""
+        entries = self._held[path][0]
+        return all([table.get(name) is value for table, name, value in entries])
+
+    def other_hooks(self, path: str) -> list[int] | None:
+        """How many hooks each part of a unit has; None if as many as were noted."""
+        hooks = self._held[path][1]
+        for of, count in hooks:
+            if len(of) != count:
+                return [len(of) for of, _ in hooks]
+        return None
 
     def names_of(self, parts: Sequence[nn.Module], places: Sequence[tuple[int, str]]) -> list[str]:
         """The names of weights and buffers, given by the positions of their modules."""

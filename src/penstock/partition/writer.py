@@ -116,6 +116,7 @@ class Writer(TorchFunctionMode):
         self.refused: list[Exception] = []
         self._reader = Reader(self.numbers.get, self._read_tensor, tree.fixed)
         self._calls: Counter[str] = Counter()
+        self._hooked: dict[str, list[int]] = {}
         self._looks: dict[int, tuple[Tensor, Look]] = {}
         self._depth = 0
         self._inside = False
@@ -222,15 +223,20 @@ class Writer(TorchFunctionMode):
             run = getattr(interceptor.module, "_orig_mod", interceptor.module)._call_impl
         path = interceptor.path
         if not self.tree.holds_as_before(path):
-            raise self.refusal(
-                f"calls {path} with other weights, parts or hooks for a while, as functional_call does, "
-                "which its stage would not know; put that into a module that is placed as a whole"
-            )
+            raise self._other_for_a_while(path)
+        if (hooks := self.tree.other_hooks(path)) is not None:
+            self._hooked[path] = hooks
         call, self._calls[path] = self._calls[path], self._calls[path] + 1
         key = (path, "forward") if is_direct else path
         output = self._line(path, run, call, args, kwargs, call, key)
         self._latest = path
         return output
+
+    def _other_for_a_while(self, path: str) -> PartitionError:
+        return self.refusal(
+            f"calls {path} with other weights, parts or hooks for a while, as functional_call does, "
+            "which its stage would not know; put that into a module that is placed as a whole"
+        )
 
     def counted(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
         """Count the operations of a module inside a unit."""
@@ -556,6 +562,9 @@ class Writer(TorchFunctionMode):
     def ended(self, output: Any) -> tuple[list[Note], Template, list[Any]]:
         """The lines, the template of the output, and what that leaves open."""
         given: list[Any] = []
+        for path, hooks in self._hooked.items():
+            if self.tree.other_hooks(path) != hooks:  # those that stay are called in the stage
+                raise self._other_for_a_while(path)
         if hasattr(type(output), "__next__"):
             kind, model = type(output).__name__, type(self.tree.model).__name__
             raise PartitionError(

@@ -184,10 +184,10 @@ class StageWeights:
         tensors = [pair for stage in self._stages for pair in stage.named_tensors()]
         if absent := [name for name, tensor in tensors if is_placeholder(tensor)]:
             raise UsageError(
-                f"{', '.join(absent[:5])} are on other ranks: an earlier Pipeline has cut this model, or that of "
-                "which it is a copy or an average, and "
-                "left each process the weights of its own stages; make one Pipeline of a model, or another "
-                "of a copy from before the cut, copy.deepcopy(model)"
+                f"{', '.join(absent[:5])} are on other ranks: an earlier Pipeline has cut this model, or "
+                "that of which it is a copy or an average, and left each process the weights of its own "
+                "stages; make one Pipeline of a model, or another of a copy from before the cut, "
+                "copy.deepcopy(model)"
             )
         empty = [name for name, tensor in tensors if tensor.is_meta]
         if empty:
