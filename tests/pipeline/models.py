@@ -95,6 +95,19 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert max(gaps.values()) < 1e-12, gaps
 
 
+def two_steps(pipe: Any) -> list[Tensor]:
+    """Losses and gradients of two steps of a pipeline, which is closed then."""
+    with pipe:
+        losses = [torch.tensor(pipe.step(X, target=Y).loss) for _ in range(2)]
+        gradients = [p.grad.clone() for _, p in pipe.weights.here.named_parameters()]
+    return [*losses, *gradients]
+
+
+def assert_same_bits(numbers: list[Tensor], others: list[Tensor]) -> None:
+    assert len(numbers) == len(others)
+    assert all(map(torch.equal, numbers, others))
+
+
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """What Penstock logs meanwhile; in a worker's task, where caplog does not reach."""

@@ -15,7 +15,16 @@ from penstock import ActionEvent, Pipeline, PipelineStage
 from penstock import schedule as ps
 from penstock.errors import StageError, UsageError
 from penstock.schedule.action import GRADIENT_OPS, Entry, Program, halves
-from tests.pipeline.models import WIDTH, X, Y, chain, mean_loss, restless
+from tests.pipeline.models import (
+    WIDTH,
+    X,
+    Y,
+    assert_same_bits,
+    chain,
+    mean_loss,
+    restless,
+    two_steps,
+)
 from tests.processes import in_processes
 
 
@@ -36,18 +45,7 @@ def all_moved(schedule: ps.Schedule) -> ps.Schedule:
 
 
 def numbers(model: nn.Module, schedule: ps.Schedule, **options: Any) -> list[Tensor]:
-    """Losses and gradients of two steps."""
-    pipe = Pipeline(model, schedule=schedule, loss_fn=mean_loss, **options)
-    losses = [torch.tensor(pipe.step(X, target=Y).loss) for _ in range(2)]
-    gradients = [p.grad.clone() for _, p in pipe.weights.here.named_parameters()]  # type: ignore[union-attr]
-    if "mesh" in options:
-        pipe.close()
-    return [*losses, *gradients]
-
-
-def assert_equal(numbers: list[Tensor], others: list[Tensor]) -> None:
-    assert len(numbers) == len(others)
-    assert all(map(torch.equal, numbers, others))
+    return two_steps(Pipeline(model, schedule=schedule, loss_fn=mean_loss, **options))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -55,13 +53,13 @@ def assert_equal(numbers: list[Tensor], others: list[Tensor]) -> None:
 def test_numbers_are_those_without(name: str, recompute: bool) -> None:
     plain = ps.build(name, ranks=2, microbatches=4)
     without = numbers(chain(8), plain, recompute=recompute)
-    assert_equal(numbers(chain(8), all_moved(plain), recompute=recompute), without)
-    assert_equal(numbers(chain(8), ps.offload(plain), recompute=recompute), without)
+    assert_same_bits(numbers(chain(8), all_moved(plain), recompute=recompute), without)
+    assert_same_bits(numbers(chain(8), ps.offload(plain), recompute=recompute), without)
 
 
 def test_layers_that_draw_and_count_give_the_same_numbers_too() -> None:
     plain = ps.build("GPipe", ranks=2, microbatches=4)
-    assert_equal(numbers(restless(), all_moved(plain)), numbers(restless(), plain))
+    assert_same_bits(numbers(restless(), all_moved(plain)), numbers(restless(), plain))
 
 
 @in_processes(2)
@@ -70,7 +68,7 @@ def test_numbers_are_those_without_between_processes(group: Any) -> None:
         plain = ps.build(name, ranks=2, microbatches=4)
         for recompute in (False, True):
             moved = numbers(chain(8), all_moved(plain), mesh=group, recompute=recompute)
-            assert_equal(moved, numbers(chain(8), plain, mesh=group, recompute=recompute))
+            assert_same_bits(moved, numbers(chain(8), plain, mesh=group, recompute=recompute))
 
 
 def test_evaluation_moves_nothing() -> None:
@@ -223,5 +221,5 @@ def test_the_weights_half_does_what_it_does_without() -> None:
         stage.backward_weight(0)
         gradients.append([p.grad for _, p in stage.named_parameters() if p.grad is not None])
     assert waiting[0] == waiting[1]
-    assert_equal(*gradients)
+    assert_same_bits(*gradients)
     assert len(gradients[0]) == 4

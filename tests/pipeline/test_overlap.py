@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock import PairBackward, PairForward, Pipeline, PipelineStage
 from penstock import schedule as ps
 from penstock.errors import StageError, UsageError
-from tests.pipeline.models import WIDTH, X, Y, chain, mean_loss
+from tests.pipeline.models import WIDTH, X, Y, assert_same_bits, chain, mean_loss, two_steps
 from tests.processes import in_processes
 
 SCHEDULE = ps.build("DualPipeV", ranks=2, microbatches=8)
@@ -87,18 +87,8 @@ def stages(kind: type[Layers], indices: Sequence[int] = range(4)) -> list[Pipeli
 
 
 def numbers(made: Sequence[PipelineStage], **options: Any) -> list[Tensor]:
-    """Losses and gradients of two steps."""
     pipe = Pipeline.from_stages(made, schedule=SCHEDULE, loss_fn=mean_loss, **options)
-    losses = [torch.tensor(pipe.step(X, target=Y).loss) for _ in range(2)]
-    gradients: Any = [p.grad for stage in made for p in stage.module.parameters()]
-    if "mesh" in options:
-        pipe.close()
-    return [*losses, *gradients]
-
-
-def assert_equal(numbers: list[Tensor], others: list[Tensor]) -> None:
-    assert len(numbers) == len(others)
-    assert all(map(torch.equal, numbers, others))
+    return two_steps(pipe)
 
 
 def turns(made: Sequence[PipelineStage]) -> str:
@@ -108,7 +98,7 @@ def turns(made: Sequence[PipelineStage]) -> str:
 
 def test_a_function_of_the_module_interleaves_the_layers_of_both() -> None:
     made = stages(Interleaved)
-    assert_equal(numbers(made), numbers(stages(Layers)))
+    assert_same_bits(numbers(made), numbers(stages(Layers)))
     assert turns(made) == "FBFBFB" * PAIRS * 2
 
 
@@ -116,7 +106,7 @@ def test_a_function_of_the_module_interleaves_the_layers_of_both() -> None:
 def test_it_does_between_processes(group: Any) -> None:
     indices = SCHEDULE.placement.stages_on(group.rank())
     made = stages(Interleaved, indices)
-    assert_equal(numbers(made, mesh=group), numbers(stages(Layers, indices), mesh=group))
+    assert_same_bits(numbers(made, mesh=group), numbers(stages(Layers, indices), mesh=group))
     here = sum(isinstance(entry, ps.Overlap) for entry in SCHEDULE.programs[group.rank()])
     assert turns(made) == "FBFBFB" * here * 2
 
@@ -138,7 +128,7 @@ def test_a_function_of_the_pipeline_overlaps_a_model_that_was_cut(recompute: boo
         pipe.evaluate(X, target=Y)
         return [*losses, *(p.grad for p in pipe.parameters())]  # type: ignore[list-item]
 
-    assert_equal(trained(overlap), trained())
+    assert_same_bits(trained(overlap), trained())
     assert len(calls) == 2 * PAIRS
     assert all(first is not second for first, second in calls)
 

@@ -50,7 +50,7 @@ class Kept:
 
     def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
         self._things: dict[int, tuple[Any, Any]] = {}
-        self._through: dict[int, str] = {}
+        self._attribute, self._through = "", dict[int, str]()
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._code: set[int] = set()
@@ -65,9 +65,9 @@ class Kept:
                 self._things[id(table)] = table, dict(table)
             for name, value in state.items():
                 if name not in REGISTRIES:
-                    known = len(self._things)
+                    self._attribute = name
                     self._look(value, 1)
-                    self._through |= dict.fromkeys(list(self._things)[known:], name)
+            self._attribute = ""
             for kind in type(module).__mro__:
                 if not _is_of_library(kind.__module__):
                     self._look_at_class(kind)
@@ -97,6 +97,7 @@ class Kept:
         elif isinstance(value, CONTAINERS):
             if len(value) <= _MOST:
                 self._things[id(value)] = value, _contents(value)
+                self._through[id(value)] = self._attribute
                 for member in value.values() if isinstance(value, dict) else value:
                     if not isinstance(member, int | float | str):
                         self._look(member, depth + 1)
@@ -111,6 +112,7 @@ class Kept:
             and not _is_of_library(kind.__module__)
         ):
             self._things[id(value)] = value, dict(vars(value))
+            self._through[id(value)] = self._attribute
             for member in list(vars(value).values()):
                 self._look(member, depth + 1)
 

@@ -350,16 +350,19 @@ class _Values(dict[Any, Any]):
 def _surroundings(note: Note) -> Callable[[], Any]:
     """What makes a context with the attributes and context variables of a call; others set them since."""
     sets = [(vars(part), name, vars(part)[name]) for part, name in note.sets]
-    context = note.context
 
     @contextmanager
     def again() -> Iterator[None]:
         with replaced(sets), ExitStack() as stack:
-            for variable, value in context:
-                stack.callback(variable.reset, variable.set(value))
+            _set_variables(stack, note)
             yield
 
     return again
+
+
+def _set_variables(stack: ExitStack, note: Note) -> None:
+    for variable, value in note.context:
+        stack.callback(variable.reset, variable.set(value))
 
 
 @contextmanager
@@ -369,6 +372,5 @@ def _within(casts: Sequence[Any], note: Note) -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, dtype))
         if note.saving is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*note.saving))
-        for variable, value in note.context:
-            stack.callback(variable.reset, variable.set(value))
+        _set_variables(stack, note)
         yield

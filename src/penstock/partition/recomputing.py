@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -82,38 +82,30 @@ class _Repeatable:
     """One call of a unit, which begins with the same state each time, and changes it the first time alone."""
 
     def __init__(self, run: Run, unit: nn.Module) -> None:
-        self._run, self._unit, self._parts = run, unit, list(unit.modules())
-        self._before: list[_Entry] | None = None
-        self._generators: list[tuple[Any, Any]] = []
+        self._run, self._unit = run, unit
+        self._begun: StateKept | None = None
+        self._before: list[_Entry] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        if self._before is None:
+        if self._begun is None:
             return self._first(args, kwargs)
-        if not (self._before or self._generators):
+        if not (self._before or self._begun.generators):
             return self._run(*args, **kwargs)
         copies = _Copies()
         # Other objects than those that are there, whose version counters do not move.
         again = [(holder, name, _copy_of(value, copies)) for holder, name, value in self._before]
-        now = [(generator, drawn(generator)) for generator, _ in self._generators]
+        now = [(generator, drawn(generator)) for generator, _ in self._begun.generators]
         try:
-            for generator, state in self._generators:
-                draw_from(generator, state)
+            _draw_from_all(self._begun.generators)
             with replaced(again):
                 return self._run(*args, **kwargs)
         finally:
-            for generator, state in now:
-                draw_from(generator, state)
+            _draw_from_all(now)
 
     def _first(self, args: Any, kwargs: Any) -> Any:
-        copies = _Copies()
-        state = [
-            (holder, name, value, _copy_of(value, copies), _versions(value))
-            for holder, name, value in _state(self._parts)
-        ]
-        draws = {id(value): value for _, _, value, *_ in state if isinstance(value, GENERATORS)}
-        self._generators = [(generator, drawn(generator)) for generator in draws.values()]
+        begun = StateKept(self._unit.modules())
         weights = [(name, p, p._version) for name, p in _weights(self._unit)]
         output = self._run(*args, **kwargs)
         for name, parameter, version in weights:
@@ -122,18 +114,7 @@ class _Repeatable:
                     f"{type(self._unit).__name__} changes its parameter {name} in place in its forward, "
                     "which must run again; make that a buffer, or leave the module out of recompute="
                 )
-        self._before = []
-        for holder, name, value, before, versions in state:
-            if _is_changed(value, before, versions):
-                self._before.append((holder, name, before))
-            elif holder.get(name, MISSING) is not value:
-                self._before.append((holder, name, value))
-        there = {(id(holder), name) for holder, name, *_ in state}
-        self._before += [
-            (holder, name, MISSING)
-            for holder, name, _ in _state(self._parts)
-            if (id(holder), name) not in there
-        ]
+        self._begun, self._before = begun, begun.changed()
         return output
 
 
@@ -142,6 +123,9 @@ class StateKept:
 
     Args:
         modules: the modules, each for itself.
+
+    Attributes:
+        generators: the generators of random numbers among it, with their states.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -151,24 +135,42 @@ class StateKept:
             for holder, name, value in _state(self._modules)
         ]
         draws = {id(v): v for _, _, v, *_ in self._state if isinstance(v, GENERATORS)}
-        self._generators = [(generator, drawn(generator)) for generator in draws.values()]
+        self.generators = [(generator, drawn(generator)) for generator in draws.values()]
+
+    def changed(self) -> list[_Entry]:
+        """What is other now, with what was there; ``MISSING`` for nothing."""
+        entries: list[_Entry] = []
+        for holder, name, value, before, versions in self._state:
+            if _is_changed(value, before, versions):
+                entries.append((holder, name, before))
+            elif holder.get(name, MISSING) is not value:
+                entries.append((holder, name, value))
+        return entries + [(holder, name, MISSING) for holder, name in self._added()]
+
+    def _added(self) -> list[tuple[_Holder, str]]:
+        there = {(id(holder), name) for holder, name, *_ in self._state}
+        now = [(holder, name) for holder, name, _ in _state(self._modules)]
+        return [(holder, name) for holder, name in now if (id(holder), name) not in there]
 
     def put_back(self) -> None:
         """Let the modules keep this again; a container or tensor stays the same object."""
-        copies, there = _Copies(), {(id(holder), name) for holder, name, *_ in self._state}
-        for holder, name, _ in list(_state(self._modules)):
-            if (id(holder), name) not in there:
-                del holder[name]
+        copies = _Copies()
+        for holder, name in self._added():
+            del holder[name]
         for holder, name, value, before, versions in self._state:
-            if _is_changed(value, before, versions):
-                if isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                if not value.is_meta:
                     value.data.copy_(before)
-                elif not isinstance(value, tuple):
-                    put_back(value, _copy_of(before, copies))
+            elif not isinstance(value, tuple) and _is_changed(value, before, versions):
+                put_back(value, _copy_of(before, copies))
             if holder.get(name, MISSING) is not value:
                 holder[name] = value
-        for generator, state in self._generators:
-            draw_from(generator, state)
+        _draw_from_all(self.generators)
+
+
+def _draw_from_all(generators: Sequence[tuple[Any, Any]]) -> None:
+    for generator, state in generators:
+        draw_from(generator, state)
 
 
 @contextmanager

@@ -222,14 +222,17 @@ class ScoreTree:
         hooks = [(of, len(of)) for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)]
         self._held[path] = entries, hooks
 
-    def holds_as_before(self, path: str) -> bool:
-        """Whether a unit holds the weights and parts that were noted."""
-        entries = self._held[path][0]
-        return all([table.get(name) is value for table, name, value in entries])
-
     def other_hooks(self, path: str) -> list[int] | None:
-        """How many hooks each part of a unit has; None if as many as were noted."""
-        hooks = self._held[path][1]
+        """How many hooks each part of a unit has; None if as many as were noted.
+
+        Raises:
+            LookupError: it has other weights or parts than were noted.
+        """
+        entries, hooks = self._held[path]
+        # In loops: this runs for each line of each microbatch.
+        for table, name, value in entries:
+            if table.get(name) is not value:
+                raise LookupError(name)
         for of, count in hooks:
             if len(of) != count:
                 return [len(of) for of, _ in hooks]

@@ -406,9 +406,13 @@ class Trial:
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the call, and note what it reads, makes and costs."""
-        if self._line.unit and any(id(t) in self._tree.weights for t in tensors_in((args, kwargs))):
+        tensors = tensors_in((args, kwargs))
+        if self._line.unit and any([id(tensor) in self._tree.weights for tensor in tensors]):
             args, kwargs = map_tensors((args, kwargs), self._borrow)
-        self._note_reads(args, kwargs)
+            tensors = tensors_in((args, kwargs))
+        self._note_reads(tensors)
+        generators = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+        self._line.generators += generators
         if self._on_numbers and func.namespace in COLLECTIVES:
             return self._unsent(func, args, kwargs)
         try:
@@ -438,9 +442,9 @@ class Trial:
         self._arguments.add(storage_key(twin))
         return filled(twin, 1) if self._on_numbers else twin
 
-    def _note_reads(self, args: Any, kwargs: Any) -> None:
+    def _note_reads(self, tensors: Sequence[Tensor]) -> None:
         makers, mine = self._writer.makers, self._line.index
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 continue
             self.used.add(id(tensor))
@@ -448,9 +452,6 @@ class Trial:
             maker = makers.get(memory, mine)
             if maker != mine and memory not in self._arguments:
                 self.foreign.add(maker)
-        self._line.generators += [
-            one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)
-        ]
 
     def _unsent(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer a collective with ones: other processes may not be at this place, and would not join."""

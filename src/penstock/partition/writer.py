@@ -222,9 +222,11 @@ class Writer(TorchFunctionMode):
             # A compiled module runs as it was written.
             run = getattr(interceptor.module, "_orig_mod", interceptor.module)._call_impl
         path = interceptor.path
-        if not self.tree.holds_as_before(path):
-            raise self._other_for_a_while(path)
-        if (hooks := self.tree.other_hooks(path)) is not None:
+        try:
+            hooks = self.tree.other_hooks(path)
+        except LookupError:
+            raise self._other_for_a_while(path) from None
+        if hooks is not None:
             self._hooked[path] = hooks
         call, self._calls[path] = self._calls[path], self._calls[path] + 1
         key = (path, "forward") if is_direct else path
@@ -445,12 +447,14 @@ class Writer(TorchFunctionMode):
     def has_set(self, module: nn.Module, name: str) -> None:
         """Note that the author's code has set an attribute in a unit: the unit gets it with its next call."""
         path = self.tree.unit_of.get(id(module))
-        if path is not None and name == "forward" and not self._inside:
+        if path is None or self._inside:
+            return
+        if name == "forward":
             raise self.refusal(
                 f"sets the forward of {self.tree.paths[id(module)]}, which its stage would not know; put "
                 "that into a module that is placed as a whole"
             )
-        if path is not None and not self._inside and name in vars(module):
+        if name in vars(module):
             self._sets.setdefault(path, {})[id(module), name] = module
 
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:
