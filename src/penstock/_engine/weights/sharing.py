@@ -82,7 +82,7 @@ class SharedWeights:
         for one, before, places in zip(self._shared, self._tensors, self._places, strict=True):
             now = [_find(self._stages[stage], name) for stage, name in places]
             if any(tensor is not before for tensor in now):
-                if not (before.is_meta or self._is_between(now[0])):
+                if not (before.is_meta or id(now[0]) in self._between()):
                     self._check_same(one, before, now, places)
                 self.tie()
                 return
@@ -176,19 +176,20 @@ class SharedWeights:
         for stage in self._stages.values():
             stage.take_shares()  # those of a step that failed before its end
         self.tie_again()
+        between = self._between()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
             (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
             for one, tensor in zip(self._shared, self._tensors, strict=True)
             if not isinstance(tensor, nn.Parameter)
             and len(one.stages) > 1
-            and not self._is_between(tensor)
+            and id(tensor) not in between
         ]
 
-    def _is_between(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a buffer between units: which the author's code sets in all processes."""
+    def _between(self) -> set[int]:
+        """The buffers between units, by identity: the author's code sets these alike in all processes."""
         around = (module for stage in self._stages.values() for module in stage.around)
-        return any(tensor is buffer for module in around for buffer in module._buffers.values())
+        return {id(buffer) for module in around for buffer in module._buffers.values()}
 
     def finish(self) -> None:
         """After a step: check that it did not change shared buffers, and add up the stages' gradients."""
