@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SILENT, SLACK, Outcome, run_job
+from tests.faults.jobs import LIMIT, RANKS, SILENT, SLACK, Outcome, run_job
 from tests.faults.machines import cuts, heal, machines
 
 pytestmark = [
@@ -55,8 +55,18 @@ def fail_over(folder: Path) -> Outcome | None:
 
         def meddle() -> None:
             assert cuts(spaces)["both ways"]()
-            time.sleep(8.0)
+            time.sleep(6.0)
             assert heal(spaces)
+            # TCP doubles its pauses: every connection tries again within as long as nothing came through.
+            time.sleep(8.0)
+            trained = [folder / f"trains-{rank}" for rank in range(RANKS)]
+            before = [file.stat().st_mtime_ns for file in trained]
+            deadline = time.monotonic() + LIMIT / 2
+            while any(
+                file.stat().st_mtime_ns == then for file, then in zip(trained, before, strict=True)
+            ):
+                assert time.monotonic() < deadline, "the job does not go on"
+                time.sleep(0.1)
             (folder / "fired").write_text(str(time.monotonic()))
             os.kill(int((folder / "pid-1").read_text()), signal.SIGINT)
 

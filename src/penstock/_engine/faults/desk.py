@@ -21,6 +21,8 @@ PERIOD = 1.0
 """Seconds from one heartbeat to the next."""
 HURRY = 0.1
 """The same, while the thread that runs the program waits for news."""
+FIRST = 5.0
+"""Seconds for which a process that joins waits until its first place is written."""
 
 
 class Desk:
@@ -62,8 +64,11 @@ class Desk:
         self._asked: float | None = None
         self._wake = threading.Event()
         self._ending = threading.Event()
+        self._wrote = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock heartbeats", daemon=True)
         self._thread.start()
+        # The death of a process that has never written a place could not be told from a cut network.
+        self._wrote.wait(FIRST)
 
     @property
     def unanswered(self) -> float:
@@ -153,9 +158,11 @@ class Desk:
             self.lost = first_line(error)
         finally:
             self._asked = None
+            self._wrote.set()
 
     def _beat(self) -> None:
         self._store.set(f"place/{self._job.process}", json.dumps(asdict(self._place())))
+        self._wrote.set()
         data = self._store.get("failure") if self._store.check(["failure"]) else b""
         self._hear(data)
         news = None if self.failure is not None else self._news or self._look()
