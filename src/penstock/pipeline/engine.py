@@ -19,6 +19,7 @@ from torch import nn
 from penstock._engine.microbatches import (
     MISSING,
     Batch,
+    KnownCuts,
     image_tokens,
     output_rule,
     rules_with_images,
@@ -160,6 +161,7 @@ class Engine:
         self._depth = 0
         self._flowing: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._image_tokens: dict[str, int] = {}
+        self._cuts: KnownCuts = {}
 
     # ---- the model, and the stages that it is cut into
 
@@ -437,7 +439,7 @@ class Engine:
         with torch.enable_grad(), call.refusing():
             self._bring(call, arguments)
             self._schedules.check_trains(call.batch.count)
-            call.batch = replace(call.batch, targets=gradients)
+            call.batch = replace(call.batch, targets=gradients, look=None)
         self._flowing += self._run(call, arguments).batch_gradients
 
     @_in_turn
@@ -544,10 +546,12 @@ class Engine:
         args, kwargs, target, microbatches, _ = arguments
         count = whole_number("microbatches", microbatches)
         count = self._schedules.microbatches if count is None else count
-        rules = self._rules
+        rules, known = self._rules, self._cuts
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
-        return split_batch(args, kwargs, target, rules, count, fewer=True)
+        if rules is not self._rules:
+            known = {}  # rules of this batch alone
+        return split_batch(args, kwargs, target, rules, count, fewer=True, known=known)
 
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.

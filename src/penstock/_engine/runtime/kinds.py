@@ -80,16 +80,11 @@ class Brought:
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
         looks: dict[Any, int] = {}
-        sizes: dict[int, int] = {}
         for index, part in enumerate(batch.parts or ()):
-            number = None if part.kind is None or paths else sizes.get(part.kind)
-            if number is None:
-                look = look_of(part), paths[index] if paths else ""
-                number = looks.setdefault(look, len(looks))
-                if number == len(self._parts):
-                    self._parts.append(part)
-                if part.kind is not None:
-                    sizes[part.kind] = number
+            look = look_of(part), paths[index] if paths else ""
+            number = looks.setdefault(look, len(looks))
+            if number == len(self._parts):
+                self._parts.append(part)
             self._of.append(number)
         text = repr((self._facts, self._of, list(looks)))
         self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
@@ -106,9 +101,7 @@ class Brought:
 
 def has_data(parts: Sequence[Microbatch]) -> bool:
     """Whether no argument of microbatches is on the meta device."""
-    # Those of one kind are pieces of the same tensors.
-    firsts = {index if of.kind is None else -1 - of.kind: of for index, of in enumerate(parts)}
-    tensors = tensors_in([[of.args, of.kwargs] for of in firsts.values()])
+    tensors = tensors_in([[part.args, part.kwargs] for part in parts])
     return True not in [tensor.is_meta for tensor in tensors]
 
 
