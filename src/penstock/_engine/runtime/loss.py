@@ -370,6 +370,11 @@ class StepLoss(Loss):
             if not isinstance(weight, str)
         }
 
+    @cached_property
+    def asks_targets(self) -> bool:
+        """Whether how much microbatches count depends on the numbers in their targets."""
+        return any(map(callable, self.weights.values()))
+
     def is_by_custom(self, name: str) -> bool:
         """Whether an added loss is said to be one of each microbatch by itself."""
         return isinstance(_by_name(self.weight).get(name), str)
