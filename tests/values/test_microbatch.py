@@ -409,6 +409,28 @@ def test_a_batch_that_looks_like_an_earlier_one_is_cut_as_that(
     assert (other.look, other.count) != (first.look, first.count) or first.count == 1
 
 
+def test_batches_look_alike_if_only_their_data_differ() -> None:
+    batches: list[tuple[Any, int]] = [
+        (torch.zeros(4, 2), 2),
+        (torch.zeros(4, 2), 4),
+        (torch.zeros(4, 3), 2),
+        (torch.zeros(4, 2, dtype=torch.float64), 2),
+        (torch.zeros(2, 4).t(), 2),
+        (torch.zeros(4, 2, requires_grad=True), 2),
+        ([torch.zeros(4, 2)], 2),
+        ([torch.zeros(4, 2), 1], 2),
+        ([torch.zeros(4, 2), True], 2),
+        ([torch.zeros(4, 2), len], 2),
+        ({"a": torch.zeros(4, 2)}, 2),
+    ]
+    looks = [split_batch((x,), {}, MISSING, None, count).look for x, count in batches]
+    again = [split_batch((filled(x, 3.0),), {}, MISSING, None, n).look for x, n in batches[:5]]
+    assert len({*looks}) == len(batches)
+    assert again == looks[:5]
+    named = split_batch((), {"x": torch.zeros(4, 2)}, torch.zeros(4), None, 2).look
+    assert named not in looks
+
+
 def test_what_numbers_cut_is_cut_by_its_own() -> None:
     """Positions that start again make a packed row of two sequences; those that do not, one sequence."""
     known: KnownCuts = {}

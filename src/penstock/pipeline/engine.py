@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -325,7 +325,8 @@ class Engine:
         step = self._run(call, arguments)
         self._flowing += step.batch_gradients
         self.weights.leave_gradients(averaged=call.finalizes or step.adapters is None)
-        self._check_losses_inside(step, arguments)
+        if self._job.steps == 1:
+            self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
@@ -461,12 +462,9 @@ class Engine:
         with self.turn():
             with call.refusing():
                 self._check_ready()
-            if call.trains:
-                self.weights.prepare()
-            with self._runner.driven(call) as (step, perform):
+            sharing = self.weights.in_step() if call.trains else nullcontext()
+            with sharing, self._runner.driven(call) as (step, perform):
                 yield step, perform
-            if call.trains:
-                self.weights.finish()
             self._flowing += step.batch_gradients
 
     # ---- a call
@@ -544,8 +542,9 @@ class Engine:
     def _split(self, arguments: CallArguments) -> Batch:
         """The arguments, split into microbatches."""
         args, kwargs, target, microbatches, _ = arguments
-        count = whole_number("microbatches", microbatches)
-        count = self._schedules.microbatches if count is None else count
+        count = self._schedules.microbatches
+        if microbatches is not None:
+            count = whole_number("microbatches", microbatches)
         rules, known = self._rules, self._cuts
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
@@ -562,14 +561,10 @@ class Engine:
         """
         try:
             self._cut_by(call)
-            if call.trains:
-                self.weights.prepare()
-            step = self._runner.run(call)
+            with self.weights.in_step() if call.trains else nullcontext():
+                return self._runner.run(call)
         except StageError as error:
             raise self._explained(error, call, arguments) from error.__cause__
-        if call.trains:
-            self.weights.finish()
-        return step
 
     def _cut_by(self, call: Call) -> None:
         """Cut the model by what a call brings, if that is still to be done."""
@@ -627,13 +622,13 @@ class Engine:
     # ---- losses that the model's forward computes, or adds
 
     def _check_losses_inside(self, step: StepState, arguments: CallArguments) -> None:
-        """After the first step: check losses that the model's forward computes or adds.
+        """Check losses that the model's forward computes or adds, after the first step.
 
         Raises:
             UsageError: the main one is not what it says, or an added one with a weight of its own.
         """
         loss, model_call = step.call.loss, step.agreement.model_call
-        if loss is None or self._job.steps > 1:
+        if loss is None:
             return
         if loss.check and not self._job.rank:
             loss.warn_of_unknown(step.result.losses)

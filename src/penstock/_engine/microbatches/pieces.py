@@ -210,11 +210,13 @@ def pieces_of_leaves(value: Any, piece: Callable[[Place, Any], SplitPiece]) -> S
 
 
 def columns_of(
-    arguments: Mapping[int | str, tuple[Any, SplitPieces]],
-    cut: Callable[[SplitPiece, Any], Sequence[Any]],
+    arguments: Mapping[int | str, tuple[Any, SplitPieces]], sizes: Sequence[int]
 ) -> dict[int | str, list[Any]]:
     """Each argument in each microbatch, from the argument and its pieces."""
-    return {
-        key: [build(iter(parts)) for parts in zip(*map(cut, pieces, apart(value)), strict=True)]
-        for key, (value, (pieces, apart, build)) in arguments.items()
-    }
+    columns = {}
+    for key, (value, (pieces, apart, build)) in arguments.items():
+        parts = []
+        for piece, of_piece in zip(pieces, apart(value), strict=True):
+            parts.append(piece.cut(of_piece, sizes))
+        columns[key] = [*map(build, map(iter, zip(*parts, strict=True)))]
+    return columns

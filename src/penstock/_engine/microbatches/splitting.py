@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock._engine.masks import BlockMask
 from penstock._engine.microbatches.batch import (
     MISSING,
     Batch,
@@ -203,16 +204,16 @@ def _look_of(
 ) -> Hashable | None:
     """How a batch looks; None if it holds something whose looks do not say how it is cut."""
     leaves, structure = flatten([args, kwargs, target], with_whole_masks=True)
-    looks: list[Any] = [count, structure]
+    looks: list[Any] = [count, str(structure)]  # what a structure holds need not be comparable
     for leaf in leaves:
         if type(leaf) is Tensor and leaf.layout is torch.strided:
             if leaf.is_nested or leaf.is_meta:
                 return None
             looks += [leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad]
-        elif type(leaf) in PLAIN or leaf is MISSING:
-            looks += [type(leaf), repr(leaf)]
-        else:
+        elif isinstance(leaf, Tensor | BlockMask):
             return None
+        else:
+            looks += [type(leaf), repr(leaf) if type(leaf) in PLAIN else None]
     return tuple(looks)
 
 
@@ -228,7 +229,7 @@ def _cut(positional: int, values: Mapping[int | str, Any], cuts: Cuts, look: Has
     """Split a batch as those that look the same."""
     pieces, sizes = cuts
     arguments = {key: (values[key], of) for key, of in pieces.items()}
-    columns = columns_of(arguments, lambda piece, value: piece.cut(value, sizes))
+    columns = columns_of(arguments, sizes)
     targets = columns.pop(_TARGET_KEY, None)
     parts = _microbatches(positional, columns, sizes) if columns else None
     return Batch(parts, targets, sizes, len(sizes), look=look)
@@ -261,12 +262,12 @@ def _split_samples(
         ruled = [piece.value for piece in reversed(every) if callable(piece.rule)]
         samples = next(filter(None, map(_length, ruled)), None)
     sizes, tokens, masks = _sizes(every, arguments, samples or 0, count)
-
-    def cut(piece: SplitPiece, value: Any) -> Sequence[Any]:
-        parts = piece.cut(value, sizes)
-        return _trimmed(piece, parts, masks) if masks else parts
-
-    columns = columns_of({key: (arguments[key][0], of) for key, of in pieces.items()}, cut)
+    if masks:
+        pieces = {
+            key: of._replace(pieces=[_trimming(piece, masks) for piece in of.pieces])
+            for key, of in pieces.items()
+        }
+    columns = columns_of({key: (arguments[key][0], of) for key, of in pieces.items()}, sizes)
     targets = columns.pop(_TARGET_KEY, None)
     weights = _weights(targets, columns, tokens) if tokens else None
     counted = by_function and all(piece.samples is None for piece in every)
@@ -378,14 +379,19 @@ def _tokens_of(piece: SplitPiece, arguments: _Arguments) -> tuple[list[int], Ten
     return mask.sum(1).clamp(min=1).tolist(), mask
 
 
-def _trimmed(piece: SplitPiece, parts: Sequence[Any], masks: Sequence[Tensor]) -> Sequence[Any]:
-    """The parts of a padded piece without what is padding in a whole microbatch."""
+def _trimming(piece: SplitPiece, masks: Sequence[Tensor]) -> SplitPiece:
+    """A padded piece, cut without what is padding in a whole microbatch."""
     if not isinstance(piece.value, Tensor) or piece.samples is None:
-        return parts
+        return piece
     dim = piece.dim % piece.value.dim() + 1
     if piece.value.shape[dim : dim + 1] != masks[0].shape[1:]:
-        return parts
-    return [narrowed(part, dim, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)]
+        return piece
+
+    def cut(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        parts = zip(piece.cut(value, sizes), masks, strict=True)
+        return [narrowed(part, dim, *trimmed(mask)) for part, mask in parts]
+
+    return piece._replace(cut=cut)
 
 
 def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int]) -> Sequence[int]:
@@ -439,10 +445,12 @@ def _split_row(positional: int, arguments: _Arguments, row: Row, count: int, few
         for key, (value, rule) in arguments.items()
     }
 
-    def cut(piece: SplitPiece, value: Any) -> Sequence[Any]:
-        return piece.cut(value, tokens if piece.samples == row.length else sequences)
+    def sized(piece: SplitPiece) -> SplitPiece:
+        sizes = tokens if piece.samples == row.length else sequences
+        return piece._replace(cut=lambda value, _: piece.cut(value, sizes))
 
-    columns = columns_of({key: (arguments[key][0], of) for key, of in pieces.items()}, cut)
+    ready = {key: of._replace(pieces=[*map(sized, of.pieces)]) for key, of in pieces.items()}
+    columns = columns_of({key: (arguments[key][0], of) for key, of in ready.items()}, tokens)
     targets = columns.pop(_TARGET_KEY, None)
     parts = _microbatches(positional, columns, tokens)
     weights = _weights(targets, columns, tokens)

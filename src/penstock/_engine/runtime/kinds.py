@@ -422,8 +422,10 @@ class Settled(NamedTuple):
 
     def is_said_again(self, rows: Sequence[Sequence[int]]) -> bool:
         """Whether the processes say the same in these rows, and agree in what is of one call."""
-        each = [row[:EACH] for row in rows]
-        return each.count(each[0]) == len(rows) and self.rows == [row[EACH:] for row in rows]
+        for row, before in zip(rows, self.rows, strict=True):
+            if row[:EACH] != rows[0][:EACH] or row[EACH:] != before:
+                return False
+        return True
 
 
 @dataclass(eq=False)

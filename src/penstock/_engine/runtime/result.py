@@ -157,7 +157,7 @@ class StepResult:
 
 _Row = tuple[str, str]
 """A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
-_MAIN, _ADDED = ("main", ""), ("added", "")
+_MAIN, _ADDED, _LARGEST = ("main", ""), ("added", ""), ("largest", "")
 
 
 class _Weighed(NamedTuple):
@@ -231,40 +231,28 @@ class StepTally:
             A function that reads the sums, and whether the largest gradient is finite.
         """
         terms = sorted(self._terms, key=_PLACE)
-        floats = _read_later([*[term.value for term in terms], 0.0 if largest is None else largest])
+        if largest is not None:
+            terms.append(_Weighed(_LARGEST, 0, 0, largest, 1.0))
+        # Of those on a device, one transfer for each type. They are stacked now, as some are views of memory
+        # as large as an output.
+        tensors: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for term in terms:
+            if isinstance(term.value, Tensor):
+                kind = term.value.device, term.value.dtype
+                tensors[kind].append(whole(term.value).reshape(()))
+        stacked = {kind: torch.stack(of_kind).double() for kind, of_kind in tensors.items()}
 
         def read() -> tuple[dict[_Row, float], bool]:
-            *values, last = floats()
+            numbers = {kind: iter(row.tolist()) for kind, row in stacked.items()}
             sums = dict[_Row, float]()
-            for (row, _, _, _, factor), value in zip(terms, values, strict=True):
+            for row, _, _, value, factor in terms:
+                kind = (value.device, value.dtype) if isinstance(value, Tensor) else None
+                number = float(value) if kind is None else next(numbers[kind])
                 # A term with factor 0 may be nan.
-                sums[row] = sums.get(row, 0.0) + (factor * value if factor else 0.0)
-            return sums, math.isfinite(last)
+                sums[row] = sums.get(row, 0.0) + (factor * number if factor else 0.0)
+            return sums, math.isfinite(sums.pop(_LARGEST, 0.0))
 
         return read
-
-
-def _read_later(values: Sequence[Number]) -> Callable[[], list[float]]:
-    """A function that reads numbers as floats, those on a device in one transfer."""
-    numbers = [0.0] * len(values)
-    places: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    tensors: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            places[value.device, value.dtype].append(place)
-            tensors[value.device, value.dtype].append(whole(value).reshape(()))
-        else:
-            numbers[place] = float(value)
-    # Stacked now: some are views of memory as large as an output.
-    joined = [torch.stack(of_kind).double() for of_kind in tensors.values()]
-
-    def read() -> list[float]:
-        for here, row in zip(places.values(), joined, strict=True):
-            for place, number in zip(here, row.tolist(), strict=True):
-                numbers[place] = number
-        return numbers
-
-    return read
 
 
 class Numbers:

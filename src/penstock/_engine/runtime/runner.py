@@ -138,9 +138,7 @@ class Runner:
             PenstockError: the call was refused, and nothing was sent or changed; or it failed.
         """
         with self._carrying_out(call) as step:
-            program = step.agreement.program
-            with self.interpreter.step(program, step, self.job.transport):
-                self.interpreter.run(program.instructions)
+            self.interpreter.run(step.agreement.program.instructions)
         return step
 
     @contextmanager
@@ -150,21 +148,21 @@ class Runner:
         Yields:
             The state of the call, and a function that runs an action.
         """
-        with self._carrying_out(call) as step:
+        with self._carrying_out(call, in_order=False) as step:
             program = step.agreement.program
-            with self.interpreter.step(program, step, self.job.transport, in_order=False):
-                yield step, lambda action: self.interpreter.run([program.instruction(action)])
+            yield step, lambda action: self.interpreter.run([program.instruction(action)])
 
     @contextmanager
-    def _carrying_out(self, call: Call) -> Iterator[StepState]:
-        """A context between the agreement on a call and the sum over its results."""
+    def _carrying_out(self, call: Call, *, in_order: bool = True) -> Iterator[StepState]:
+        """A context between the agreement on a call and the sum over its results, for its actions."""
         with self._begun(call):
             step = self._agree(call)
             self.job.steps += call.trains
             # Without a seed of its own, a call draws from torch's generators, and moves them on.
             kept = nullcontext() if call.seed is None else generators_kept(self._devices)
+            actions = self.interpreter.step(step, self.job.transport, in_order=in_order)
             try:
-                with kept, self._adapted(step):
+                with kept, self._adapted(step), actions:
                     yield step
             except PlanError:
                 self._known.drop(step.agreement)
@@ -357,7 +355,8 @@ class Runner:
                 with suppress(PenstockError):
                     scores = self._scores(call, parts)
             digest = self._digest_of(call, scores)
-            sampled = self._sampled(call, digest)
+            if self.job.transport is not None:
+                sampled = self._sampled(call, digest)
             agreement = self._known.expected(digest)
             if agreement is not None and refusal is None:
                 settled = agreement.settled
@@ -528,8 +527,6 @@ class Runner:
 
     def _sampled(self, call: Call, look: int) -> Sampled:
         """What this rank has that others must have too, as far as the call compares it."""
-        if self.job.transport is None:
-            return NOTHING
         turn = self._turns.come(look)
         compares = call.same_batch or (call.same_batch is None and turn)
         batch = samples_of(call.batch) if compares else {}
@@ -540,7 +537,7 @@ class Runner:
         """What plans and layouts depend on in the stages of this process, as JSON data."""
         if self._planned is not None:
             return ((self.job.rank, self._planned.settings()),)
-        return tuple([(index, _state_of(stage)) for index, stage in self.stages.items()])
+        return tuple(zip(self.stages, map(_state_of, self.stages.values()), strict=True))
 
     def _make_agreement(
         self,
@@ -629,6 +626,7 @@ class Runner:
             if kind in new:
                 kind.bindings = {
                     index: stage.binding(
+                        kind.plan,
                         [edge.value for edge in flow.inputs[index]],
                         [edge.value for edge in flow.outputs[index]],
                         kind.keywords.get(index, ()),
@@ -742,7 +740,9 @@ class Runner:
     @contextmanager
     def _adapted(self, step: StepState) -> Iterator[None]:
         """Run a call inside the adapters of replicated and sharded stages, which reduce gradients."""
-        call, of_stage = step.call, {i: [one] for i, one in self._find_adapters().items()}
+        call, of_stage = step.call, dict[int, list[Adapter]]()
+        for index, adapter in self._find_adapters().items():
+            of_stage[index] = [adapter]
         for index, adapters in of_stage.items():
             if call.trains and adapters[0].whole_backward:
                 self.stages[index].reduce_later()
