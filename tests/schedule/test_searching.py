@@ -163,9 +163,9 @@ def test_slices_are_searched_in_the_order_that_their_state_needs(
     random = Random(f"{placement}{seed}")
     shares = {"slice_times": [0.25, 0.3, 0.45], "slice_sizes": [0.5, 0.25, 0.25]}
     costs = some_costs(random, placement.stages, **(shares if seed else {}))
+    held = costs.per_stage("activation", placement.stages)
     memory = [
-        1.2 * sum(costs.activation[stage] for stage in placement.stages_on(rank))  # type: ignore[index]
-        for rank in range(placement.ranks)
+        1.2 * sum(map(held.__getitem__, placement.stages_on(r))) for r in range(placement.ranks)
     ]
     step = {**step_of(placement, 4, memory), "slices": 3}
     result = search(costs, **step, effort=FEW)
