@@ -125,7 +125,8 @@ class Player:
         if not line.unit:
             values.copies_buffers = not (line.changes or name_of(line.what) in NORMS)
         # In a loop, as in Writer: this runs for each line of each microbatch.
-        args, kwargs = list[Any](), dict[str, Any]()
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
         for template in line.args:
             tag = template[0]
             if tag is VALUE:
