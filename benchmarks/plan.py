@@ -231,7 +231,9 @@ def uneven(workers: WorkerPool, rounds: int) -> dict[str, Any]:
     """The plan for a rank that shares its core, beside even stages."""
     slow = RANKS - 1
     cluster, profile = examined(workers, share=slow), profiled(workers, "twelve")
-    plans = [plan_of(profile, cluster, schedules="1F1B", even=even) for even in (False, True)]
+    best = plan_of(profile, cluster, schedules="1F1B")
+    stages = profile.at(BATCH // MICROBATCHES).cut(RANKS)
+    plans = [best, planning.plan_for(profile, best.schedule, stages, batch=BATCH, cluster=cluster)]
     (ours, _), (even, _) = measured(workers, "twelve", plans, rounds, slow)
     ratios = Ratios(ours, even)
     sizes = [[len(paths) for paths in plan.stages] for plan in plans]

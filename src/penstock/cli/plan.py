@@ -211,13 +211,12 @@ def _plans(
     """The best plans, which are printed; with a plan that ran, from the step that its run has recorded."""
     if old is None or run is None:
         plans = planning.search(profile, **asked)
-        typer.echo(str(plans))
-        return plans
-    timeline = schedules.Timeline.from_chrome_trace(read_text(run / "timeline.json"))
-    fixed = {name: value for name, value in asked.items() if value is not None and name != "ranks"}
-    again = planning.plan_again(profile(), old, timeline, **fixed)
-    typer.echo(str(again))
-    return again.plans
+    else:
+        timeline = schedules.Timeline.from_chrome_trace(read_text(run / "timeline.json"))
+        fixed = {k: value for k, value in asked.items() if value is not None and k != "ranks"}
+        plans = planning.plan_again(profile(), old, timeline, **fixed)
+    typer.echo(str(plans))
+    return plans
 
 
 def size_from(text: str) -> float:

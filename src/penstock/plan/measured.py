@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median, median_low
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.plan.choice import Plan, seconds_as_text
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import KINDS, Profile, cut_of, runs_of
 from penstock.plan.devices import Device
-from penstock.plan.ranks import units_on
+from penstock.plan.ranks import ranks_of
 from penstock.plan.searching import Plans, plan_for, search
 from penstock.schedule import Placement, Schedule, Timeline, costs_of
 from penstock.schedule.comparing import SLOWER
@@ -55,9 +55,10 @@ def correct(
             f"the step had {placement.stages} stages on {placement.ranks} ranks; give the stages= that ran, "
             "and the cluster that they ran on"
         )
-    units = units_on(profile, samples, placement.ranks, cluster)
-    cut = cut_of([unit.path for unit in units[0].units], stages)
-    expected = units[0].stages(cut, placement, on=units).costs
+    ranks = ranks_of(profile, samples, placement.ranks, placement.ranks, cluster)
+    count = len(ranks.units[0].units)
+    cut = cut_of([unit.path for unit in ranks.units[0].units], stages)
+    expected = ranks.units[0].stages(cut, placement, on=ranks.units).costs
     took = costs_of(len(stages), timeline)
     ratios = [
         _ratios(*(
@@ -67,13 +68,13 @@ def correct(
         for stage in range(len(stages))
     ]  # fmt: skip
     paces = {} if cluster is None else _paces(ratios, placement)
-    before = profile.factors or ({},) * len(units[0].units)
+    before = profile.factors or ({},) * count
     factors = tuple(
         {
             kind: before[unit].get(kind, 1.0) * ratio / paces.get(placement.rank_of[stage], 1.0)
             for kind, ratio in ratios[stage].items()
         }
-        for stage, run in enumerate(runs_of(cut, len(units[0].units)))
+        for stage, run in enumerate(runs_of(cut, count))
         for unit in run
     )
     if cluster is not None:
@@ -105,47 +106,9 @@ def _paces(ratios: Sequence[Mapping[str, float]], placement: Placement) -> dict[
     return {rank: pace for rank, pace in paces.items() if not 1 / SLOWER < pace < SLOWER}
 
 
-@dataclass(frozen=True)
-class Replanned:
-    """A plan that ran, by the costs that its step showed, and what is planned by them now.
-
-    Args:
-        old: the plan that ran.
-        plans: the plans now, the fastest first.
-        cluster: the ranks, as the step showed them.
-    """
-
-    old: Plan
-    plans: Plans
-    cluster: Cluster
-
-    @property
-    def gain(self) -> float:
-        """How many times as long a step of the old plan takes."""
-        return self.old.seconds / self.plans[0].seconds
-
-    def __str__(self) -> str:
-        best, usual = self.plans[0], min((d.pace for d in self.cluster.devices), default=0.0)
-        slow = [
-            f"rank {rank} takes {device.pace / usual:.2f} times as long for the same work"
-            for rank, device in enumerate(self.cluster.devices)
-            if usual and device.pace > SLOWER * usual
-        ]
-        cuts = [
-            f"{what}: {plan.shape.schedule}, {', '.join(' to '.join(_ends(s)) for s in plan.stages)}: "
-            f"{seconds_as_text(plan.seconds)} a step"
-            for what, plan in (("old cut", self.old), ("new cut", best))
-        ]
-        return "\n".join([str(self.plans), *slow, *cuts, f"gain: {self.gain:.2f} x"])
-
-
-def _ends(paths: Sequence[str]) -> list[str]:
-    return [paths[0]] if len(paths) == 1 else [paths[0], paths[-1]]
-
-
 def plan_again(
     profile: Profile, old: Plan, timeline: Timeline, cluster: Cluster | None = None, **asked: Any
-) -> Replanned:
+) -> Plans:
     """Plan again, by what a recorded step of a plan has shown of its units and ranks.
 
     Args:
@@ -154,6 +117,9 @@ def plan_again(
         timeline: the recorded step: ``result.timeline``.
         cluster: the ranks that it ran on; by default ranks that are alike.
         asked: as for ``search``; by default for as many ranks and microbatches as before.
+
+    Returns:
+        The plans; their notes name the slow ranks, and hold the best one against the old one.
 
     Raises:
         UsageError: the plan is not for this model, or for more ranks than there are.
@@ -170,7 +136,23 @@ def plan_again(
     again = plan_for(
         corrected, old.schedule, old.stages, batch=old.microbatches * samples, cluster=seen
     )
-    return Replanned(replace(again, shape=old.shape), plans, seen)
+    fastest = min(device.pace for device in seen.devices)
+    slow = [
+        f"rank {rank} takes {device.pace / fastest:.2f} times as long for the same work"
+        for rank, device in enumerate(seen.devices)
+        if fastest and device.pace > SLOWER * fastest
+    ]
+    cuts = [
+        f"{what}: {plan.shape.schedule}, {', '.join(map(_ends, plan.stages))}: "
+        f"{seconds_as_text(plan.seconds)} a step"
+        for what, plan in (("old cut", again), ("new cut", plans[0]))
+    ]
+    gain = f"gain: {again.seconds / plans[0].seconds:.2f} x"
+    return replace(plans, notes=(*slow, *cuts, gain))
+
+
+def _ends(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
 
 
 def _alike(profile: Profile, ranks: int) -> Cluster:
