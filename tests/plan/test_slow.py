@@ -70,8 +70,9 @@ def test_a_slow_rank_is_named(name: str) -> None:
         assert (worst.kind, worst.rank) == ("rank", slow)
         assert worst.factor == pytest.approx(2.0, rel=0.15)
         assert f"rank {slow} (stage" in str(worst)
-        whole = simulate(schedule, took).makespan - simulate(schedule, costs).makespan
-        assert worst.seconds == pytest.approx(whole, rel=0.25)
+        ran = simulate(schedule, took)
+        assert worst.seconds == pytest.approx(ran.busy[slow] / 2, rel=0.15)
+        assert worst.share == pytest.approx(worst.seconds / ran.makespan, rel=0.15)
 
 
 def test_a_slow_stage_of_a_rank_is_named() -> None:

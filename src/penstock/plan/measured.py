@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 from penstock.errors import UsageError
@@ -16,7 +16,7 @@ from penstock.plan.devices import Device
 from penstock.plan.ranks import ranks_of
 from penstock.plan.searching import Plans, plan_for, search
 from penstock.schedule import Placement, Schedule, Timeline, costs_of
-from penstock.schedule.comparing import SLOWER
+from penstock.schedule.comparing import SLOWER, relative
 
 
 def correct(
@@ -97,12 +97,9 @@ def _ratios(took: Mapping[str, float], expected: Mapping[str, float]) -> dict[st
 
 def _paces(ratios: Sequence[Mapping[str, float]], placement: Placement) -> dict[int, float]:
     """By how much ranks are slower or faster than most, if that is more than chance."""
-    each = {
-        rank: median(r for stage in placement.stages_on(rank) for r in ratios[stage].values())
-        for rank in range(placement.ranks)
-    }
-    usual = median_low(each.values())
-    paces = {rank: ratio / usual for rank, ratio in each.items()}
+    of_stages = {stage: median(each.values()) for stage, each in enumerate(ratios)}
+    each = relative(of_stages, placement)
+    paces = {rank: median(stages.values()) for rank, stages in enumerate(each)}
     return {rank: pace for rank, pace in paces.items() if not 1 / SLOWER < pace < SLOWER}
 
 
