@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock import Pipeline, SlowWarning
 from penstock.errors import UsageError
-from penstock.plan import Cluster, correct, plan_again, plan_for, search
+from penstock.plan import Cluster, correct, plan_for, search
 from penstock.schedule import (
     Costs,
     Schedule,
@@ -124,16 +124,6 @@ def test_what_a_step_corrects() -> None:
     for wrong in ({"stages": [*before.stages, ["more"]]}, {"cluster": one}):
         with pytest.raises(UsageError, match=r"the step had 2 stages on 2 ranks; give the stages="):
             correct(costs, timeline, schedule, **{**given, **wrong})
-
-
-def test_a_plan_is_made_again_for_ranks_whose_messages_are_those_of_the_profile() -> None:
-    """Also where nobody knows what a second of their device computes."""
-    costs = replace(chain(12), latency=0.5)
-    asked: dict[str, Any] = {"batch": 8, "microbatches": 8, "schedules": "1F1B", "seconds": 0}
-    old = search(costs, ranks=2, pipeline=2, **asked)[0]
-    again = plan_again(costs, old, old.timeline, schedules="1F1B", seconds=0)
-    assert again[0].seconds == pytest.approx(old.seconds)
-    assert again.notes[-1] == "gain: 1.00 x"
 
 
 class Clock:

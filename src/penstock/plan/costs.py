@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -52,11 +52,6 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
 
 
 # ---- units
-
-
-Measure = Literal["time", "flops", "parameters", "memory"]
-COPIES = 4
-"""The copies of a trained weight in memory: itself, its gradient and the two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +103,6 @@ class UnitCost:
     trained: int = 0
     numbers: int = 0
     flops: float = 0.0
-
-    def by(self, measure: Measure) -> float:
-        """The number by which stages are balanced.
-
-        ``"memory"`` counts trained weights four times, for their gradients and the state of an optimizer like
-        AdamW, and adds what forward holds for one microbatch.
-        """
-        numbers: dict[Measure, float] = {
-            "time": self.forward + self.backward,
-            "flops": self.flops,
-            "parameters": float(self.numbers),
-            "memory": self.parameters + (COPIES - 1) * self.trained + self.held,
-        }
-        return numbers[measure]
 
 
 @dataclass(frozen=True)
@@ -301,24 +282,18 @@ class UnitCosts:
         if not named <= {*range(len(self.units))}:
             raise UsageError(f"a value is of a unit beyond the {len(self.units)} that there are")
 
-    def cut(
-        self, stages: int, *, by: Measure = "time", placement: Placement | None = None
-    ) -> list[list[str]]:
-        """The most even stages, as ``stages=`` of a Pipeline takes them.
+    def cut(self, stages: int, *, placement: Placement | None = None) -> list[list[str]]:
+        """The stages whose times are most even, as ``stages=`` of a Pipeline takes them.
 
         Args:
             stages: how many stages to make.
-            by: what to make equal: ``"time"`` of forward and backward, ``"flops"``, ``"parameters"`` or
-                ``"memory"``, see ``UnitCost.by``.
             placement: which rank holds which stage; then ranks are made equal, not stages.
 
         Raises:
             PartitionError: there are more stages than units.
-            UsageError: there is no such measure.
         """
-        if by not in get_args(Measure):
-            raise UsageError(f"by={by!r}: must be one of {', '.join(get_args(Measure))}")
-        starts = choose_cuts([unit.by(by) for unit in self.units], stages, placement)
+        times = [unit.forward + unit.backward for unit in self.units]
+        starts = choose_cuts(times, stages, placement)
         runs = runs_of(starts, len(self.units))
         return [[self.units[number].path for number in run] for run in runs]
 

@@ -1,20 +1,15 @@
-"""What a recorded step says of the costs that a plan was made from, and a plan made again from that."""
+"""What a recorded step says of the costs that a plan was made from."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 from penstock.errors import UsageError
-from penstock.plan.choice import Plan, seconds_as_text
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import KINDS, Profile, cut_of, runs_of
-from penstock.plan.devices import Device
 from penstock.plan.ranks import ranks_of
-from penstock.plan.searching import Plans, plan_for, search
 from penstock.schedule import Placement, Schedule, Timeline, costs_of
 from penstock.schedule.comparing import SLOWER, relative
 
@@ -101,70 +96,3 @@ def _paces(ratios: Sequence[Mapping[str, float]], placement: Placement) -> dict[
     each = relative(of_stages, placement)
     paces = {rank: median(stages.values()) for rank, stages in enumerate(each)}
     return {rank: pace for rank, pace in paces.items() if not 1 / SLOWER < pace < SLOWER}
-
-
-def plan_again(
-    profile: Profile, old: Plan, timeline: Timeline, cluster: Cluster | None = None, **asked: Any
-) -> Plans:
-    """Plan again, by what a recorded step of a plan has shown of its units and ranks.
-
-    Args:
-        profile: the costs of the units.
-        old: the plan that ran.
-        timeline: the recorded step: ``result.timeline``.
-        cluster: the ranks that it ran on; by default ranks that are alike.
-        asked: as for ``search``; by default for as many ranks and microbatches as before.
-
-    Returns:
-        The plans; their notes name the slow ranks, and hold the best one against the old one.
-
-    Raises:
-        UsageError: the plan is not for this model, or for more ranks than there are.
-    """
-    samples = old.shape.samples
-    corrected, seen = correct(
-        profile, timeline, old.schedule, old.stages, samples=samples,
-        cluster=cluster or _alike(profile, old.ranks),
-    )  # fmt: skip
-    assert seen is not None
-    batch = asked.pop("batch", old.microbatches * samples * old.replicas)
-    default = {"pipeline": old.ranks, "microbatches": old.microbatches}
-    plans = search(corrected, cluster=seen, batch=batch, **{**default, **asked})
-    again = plan_for(
-        corrected, old.schedule, old.stages, batch=old.microbatches * samples, cluster=seen
-    )
-    fastest = min(device.pace for device in seen.devices)
-    slow = [
-        f"rank {rank} takes {device.pace / fastest:.2f} times as long for the same work"
-        for rank, device in enumerate(seen.devices)
-        if fastest and device.pace > SLOWER * fastest
-    ]
-    cuts = [
-        f"{what}: {plan.shape.schedule}, {', '.join(map(_ends, plan.stages))}: "
-        f"{seconds_as_text(plan.seconds)} a step"
-        for what, plan in (("old cut", again), ("new cut", plans[0]))
-    ]
-    gain = f"gain: {again.seconds / plans[0].seconds:.2f} x"
-    return replace(plans, notes=(*slow, *cuts, gain))
-
-
-def _ends(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
-
-
-def _alike(profile: Profile, ranks: int) -> Cluster:
-    """Ranks that have the device and the messages of a profile, whatever that computes in a second."""
-    device = Device(
-        profile.device,
-        {"float32": 1.0},
-        profile.memory,
-        1.0,
-        node=profile.node or sys.maxsize,
-        link_latency=profile.latency,
-        link_bandwidth=profile.bandwidth,
-        network_latency=profile.network[0],
-        network_bandwidth=profile.network[1],
-        pace=1.0,
-        alone=1.0,
-    )
-    return Cluster((device,) * ranks, handling=profile.handling)

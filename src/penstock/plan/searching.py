@@ -61,14 +61,12 @@ class Plans:
         profile: the profile that the plans were made from.
         looked_at: the number of candidates.
         simulated: the number of simulated candidates; the others have a larger bound, or do not fit.
-        notes: what else there is to say, in sentences.
     """
 
     plans: tuple[Plan, ...]
     profile: Profile = field(repr=False)
     looked_at: int = 0
     simulated: int = 0
-    notes: tuple[str, ...] = ()
 
     def __getitem__(self, index: int) -> Plan:
         return self.plans[index]
@@ -89,7 +87,7 @@ class Plans:
             "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True))
             for row in rows
         )
-        return "\n".join([*map(str.rstrip, lines), self._basis(), *self.notes])
+        return "\n".join([*map(str.rstrip, lines), self._basis()])
 
     def _basis(self) -> str:
         kind = "measured on" if self.profile.measured else "predicted for"
