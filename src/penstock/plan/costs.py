@@ -309,7 +309,7 @@ class UnitCosts:
         handling: float = 0.0,
         copying: float = 0.0,
         on: Sequence[UnitCosts] = (),
-        links: Sequence[Wire] = (),
+        wire: Callable[[int, int], tuple[float, float]] | None = None,
     ) -> StageCosts:
         """The costs of the stages of a cut.
 
@@ -323,7 +323,7 @@ class UnitCosts:
             handling: how long a rank is busy with a message that it sends or receives, whatever its size.
             copying: how long it is busy with each byte of it.
             on: what the units cost on each rank, where ranks differ; only their times count.
-            links: the links that differ, as in ``StageCosts``.
+            wire: the latency and bandwidth from one rank to another, where links differ.
         """
         again = frozenset(recompute)
         runs = runs_of(cut, len(self.units))
@@ -371,7 +371,7 @@ class UnitCosts:
             message=travel.bytes,
             latency=latency,
             bandwidth=bandwidth,
-            links=tuple(links),
+            links=tuple((a, b, *wire(a, b)) for a, b in travel.pairs()) if wire else (),
         )
 
     def scaled(self, factors: Sequence[Mapping[str, float]]) -> UnitCosts:
@@ -458,6 +458,15 @@ class _Travel:
         self.bytes: dict[str, float] = {}
         for value in of.values:
             self._place(value)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranks that send to each other: values from the first, or gradients."""
+        ends = {
+            (self._rank_of[edge.source], self._rank_of[target])
+            for edge in self.edges
+            for target in edge.targets
+        }
+        return sorted({pair for a, b in ends if a != b for pair in ((a, b), (b, a))})
 
     def _place(self, value: ValueCost) -> None:
         home = self._stage_of[value.source]

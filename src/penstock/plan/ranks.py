@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, Wire
+from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts
 from penstock.schedule import Placement
 
 
@@ -18,14 +17,14 @@ class PipelineRanks:
 
     Args:
         units: what the units cost on each rank.
-        wire: the latency and bandwidth of messages between ranks.
-        links: where they differ from these.
+        usual: the latency and bandwidth of messages between ranks.
+        wire: those from one rank to another, where they differ.
         handling: how long a rank is busy with a message, whatever its size, and with each byte of it.
     """
 
     units: tuple[UnitCosts, ...]
-    wire: tuple[float, float]
-    links: tuple[Wire, ...]
+    usual: tuple[float, float]
+    wire: Callable[[int, int], tuple[float, float]] | None
     handling: tuple[float, float]
 
     @cached_property
@@ -44,12 +43,12 @@ class PipelineRanks:
             placement,
             recompute=again,
             states=states,
-            latency=self.wire[0],
-            bandwidth=self.wire[1],
+            latency=self.usual[0],
+            bandwidth=self.usual[1],
             handling=self.handling[0],
             copying=self.handling[1],
             on=self.units,
-            links=self.links,
+            wire=self.wire,
         )
 
 
@@ -67,18 +66,19 @@ def ranks_of(
     """
     if cluster is None:
         units = (profile.at(samples),) * ranks
-        return PipelineRanks(units, profile.wire(devices), (), (profile.handling, 0.0))
+        return PipelineRanks(units, profile.wire(devices), None, (profile.handling, 0.0))
     each, starts = profile.on_all(samples, cluster.devices), range(0, devices, ranks)
     slowest = (
         max((each[start + rank] for start in starts), key=lambda units: sum(least_work(units)))
         for rank in range(ranks)
     )
-    links = []
-    for a, b in permutations(range(ranks), 2):
-        wires = [cluster.wire(start + a, start + b) for start in starts]
-        links.append((a, b, max(late for late, _ in wires), min(rate for _, rate in wires)))
+
+    def wire(source: int, target: int) -> tuple[float, float]:
+        wires = [cluster.wire(start + source, start + target) for start in starts]
+        return max(late for late, _ in wires), min(rate for _, rate in wires)
+
     handling = cluster.handling, cluster.copying
-    return PipelineRanks(tuple(slowest), profile.wire(devices), tuple(links), handling)
+    return PipelineRanks(tuple(slowest), profile.wire(devices), wire, handling)
 
 
 def least_work(costs: UnitCosts, *, twice: bool = False) -> list[float]:
