@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from penstock.schedule.passes import prefetch as prefetch
     from penstock.schedule.passes import reduce_gradients as reduce_gradients
     from penstock.schedule.passes import wait_for_sends as wait_for_sends
-    from penstock.schedule.reading import Limits as Limits
     from penstock.schedule.searching import lower_bound as lower_bound
     from penstock.schedule.searching import search as search
     from penstock.schedule.simulation import Gap as Gap
