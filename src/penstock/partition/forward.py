@@ -21,9 +21,9 @@ from penstock.partition.interception import (
     intercepted,
     others_seen,
 )
-from penstock.partition.kept import Kept, replaced
 from penstock.partition.names import FakeTensor
 from penstock.partition.score import Line, Score
+from penstock.partition.snapshot import Snapshot, replaced
 from penstock.partition.templates import look_of
 from penstock.partition.tree import ScoreTree
 from penstock.partition.writer import Writer
@@ -124,7 +124,7 @@ class Forward(ScoreTree):
         tables: list[Any] = [t for _, m in self.outside for t in (m._buffers, vars(m))]
         held = [(t, n, x) for t in tables for n, x in t.items() if type(x) is Tensor]
         copies = [(table, name, self._with_data(x)) for table, name, x in held]
-        buffers, kept = self.buffers, Kept(self.modules)
+        buffers, kept = self.buffers, Snapshot(self.modules, code=True, data=False)
         # A change of a copy is one of the buffer.
         named = zip(copies, held, strict=True)
         self.buffers = {id(y): buffers[id(x)] for (_, _, y), (_, _, x) in named if id(x) in buffers}

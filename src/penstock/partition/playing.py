@@ -14,11 +14,11 @@ from penstock.errors import PlanError
 from penstock.partition.forward import Forward
 from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
 from penstock.partition.interception import BETWEEN, Interceptor, Run
-from penstock.partition.kept import replaced
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
 from penstock.partition.score import Line, Note, Score
+from penstock.partition.snapshot import replaced
 from penstock.partition.templates import BATCH, GIVEN, VALUE, Number, bind, fill, takes_gradient
 from penstock.partition.writer import Writer
 from penstock.stage import StageCall

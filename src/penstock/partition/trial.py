@@ -27,9 +27,9 @@ from penstock.errors import PartitionError
 from penstock.partition.alike import Answer, CallLook, filled, without_data
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
 from penstock.partition.interception import Run, alone_and_silent, reads_noted
-from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.names import COLLECTIVES, NEED_DATA, FakeTensor, without_modes
 from penstock.partition.score import Line
+from penstock.partition.snapshot import Snapshot, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.templates import (
     AGAIN,
     CONST,
@@ -287,7 +287,7 @@ class Trial:
         line, parts = self._line, list(self._unit.modules())
         with ExitStack() as stack:
             stack.enter_context(alone_and_silent())
-            kept = Kept(parts, self._fixed)
+            kept = Snapshot(parts, self._fixed, code=True, data=False)
             # Dynamo cannot compile on fake tensors, and would not try again on real ones.
             stack.enter_context(uncompiled())
             stack.enter_context(replaced(self._tree.stand_ins(line.what, self._unit)))

@@ -39,7 +39,6 @@ from penstock.partition.interception import (
     reads_noted,
     uncheckpointed,
 )
-from penstock.partition.kept import replaced
 from penstock.partition.lines import is_called_by_library, line_of, place_of, running, where
 from penstock.partition.names import (
     FAKE_LOGGER,
@@ -55,6 +54,7 @@ from penstock.partition.names import (
     without_functions,
 )
 from penstock.partition.score import Line, Note
+from penstock.partition.snapshot import replaced
 from penstock.partition.templates import (
     BATCH,
     CONST,
