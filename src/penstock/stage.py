@@ -781,9 +781,26 @@ def run_pair(
         The forward's output; and a gradient or None for each of the backward's inputs.
 
     Raises:
-        StageError: the function returned something else.
+        StageError: the function returned something else, or has not run both halves.
     """
-    returned, inputs = function(forward, backward), backward.inputs
+    calls, nodes = 0, {edge.node for edge in backward.outputs}
+    left = set(nodes)
+
+    def run() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise StageError(
+                "it ran the forward twice; call forward.run() once and keep its output"
+            )
+        return forward.run()
+
+    hooks = [node.register_prehook(lambda grads, node=node: left.discard(node)) for node in nodes]
+    try:
+        returned, inputs = function(forward._replace(run=run), backward), backward.inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise StageError(
             f"it returned {shapes_text(returned)}; return the output of the forward, and a list with the "
@@ -806,6 +823,12 @@ def run_pair(
                 f"it returned {shapes_text(gradient)} as the gradient of backward.inputs[{place}], which is "
                 f"{shapes_text(leaf.detach())}"
             )
+    if left:
+        raise StageError(
+            f"it has not run the backward from {len(left)} of {len(nodes)} backward.outputs, so that weights "
+            "lack gradients; call backward.run(), or torch.autograd.backward(backward.outputs, "
+            "backward.output_grads)"
+        )
     return output, [None if gradient is None else gradient.detach() for gradient in gradients]
 
 

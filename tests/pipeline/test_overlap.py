@@ -183,6 +183,11 @@ def test_a_pair_whose_backward_is_an_I_runs_one_after_the_other() -> None:
         (lambda f, b: (f.run(), []), r"returned 0 as gradients of 1 backward.inputs"),
         (lambda f, b: (f.run(), None), r"returned NoneType as gradients of 1 backward.inputs"),
         (
+            lambda f, b: (f.run(), [torch.zeros_like(b.inputs[0])]),
+            "it has not run the backward from 1 of 1 backward.outputs",
+        ),
+        (lambda f, b: (f.run(), f.run(), b.run())[1:], "it ran the forward twice"),
+        (
             lambda f, b: (f.run(), [b.run()[0].sum()]),
             r"float64\[\] as the gradient of backward.inputs\[0\], which is float64\[1, 4\]",
         ),

@@ -100,10 +100,22 @@ def test_slices_have_the_numbers_of_whole_sequences(slices: int, halves: bool) -
     check(stages(), sliced(slices, halves=halves))
 
 
+def found() -> ps.Schedule:
+    """A schedule that is searched, with halves of backwards and slices of unequal times."""
+    costs = ps.Costs(slice_times=[0.2, 0.3, 0.5], stash=0.5)
+    schedule = ps.search(costs, ranks=2, microbatches=3, slices=3, memory=2, effort=0.01)
+    assert schedule.name == "searched"
+    return schedule
+
+
+def test_a_searched_schedule_of_slices_trains() -> None:
+    check(stages(), found())
+
+
 @in_processes(2)
 def test_they_do_between_processes(group: Any) -> None:
-    for halves in (False, True):
-        check(stages([group.rank()]), sliced(3, halves=halves), mesh=group)
+    for schedule in (sliced(3), sliced(3, halves=True), found()):
+        check(stages([group.rank()]), schedule, mesh=group)
 
 
 def test_activations_of_slices_may_wait_on_the_host() -> None:

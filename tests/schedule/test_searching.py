@@ -155,6 +155,38 @@ def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, l
     assert lower_bound(Costs(), **step) <= least
 
 
+@pytest.mark.parametrize("placement", [looped(3), looped(2, 2), v_shaped(2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_slices_are_searched_in_the_order_that_their_state_needs(
+    placement: Placement, seed: int
+) -> None:
+    random = Random(f"{placement}{seed}")
+    shares = {"slice_times": [0.25, 0.3, 0.45], "slice_sizes": [0.5, 0.25, 0.25]}
+    costs = some_costs(random, placement.stages, **(shares if seed else {}))
+    held = costs.per_stage("activation", placement.stages)
+    memory = [
+        1.2 * sum(map(held.__getitem__, placement.stages_on(r))) for r in range(placement.ranks)
+    ]
+    step = {**step_of(placement, 4, memory), "slices": 3}
+    result = search(costs, **step, effort=FEW)
+    assert validate(result).ok
+    ran = simulate(result, costs)
+    assert fits(ran, memory)
+    assert lower_bound(costs, **step) <= ran.makespan * (1 + 1e-9)
+    known = build("Seq1F1B", ranks=placement.ranks, microbatches=4, slices=3)
+    if known.placement == placement and fits(simulate(known, costs), memory):
+        assert ran.makespan <= simulate(known, costs).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("slices", "least"), [(1, 27.0), (2, 25.5), (4, 24.75)])
+def test_slices_shrink_the_bubble_of_split_backwards(slices: int, least: float) -> None:
+    """Of 24 units of work for each rank; Seq1F1B, whose backwards are whole, takes 28.5 and 26.25."""
+    costs = Costs(stash=0.5)
+    step = {**step_of(looped(4), 8, 4), "slices": slices}
+    assert simulate(search(costs, **step, effort=FEW), costs).makespan == least
+    assert lower_bound(costs, **step) == least
+
+
 UNEQUAL = Costs(
     forward=[2.23, 2.12, 1.95, 1.68, 2.34, 1.69, 2.46, 1.66],
     input=[2.2, 1.9, 2.8, 1.75, 1.69, 1.05, 2.1, 1.18],

@@ -6,6 +6,7 @@ import copy
 import io
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from penstock import Loss, Pipeline
+from penstock import Checkpoints, Loss, Pipeline
 from penstock.errors import UsageError
 from penstock.testing import WorkerPool
 from tests.catalogue.making import Does
@@ -153,8 +154,8 @@ def test_states_of_all_weights_before_the_cut_are_each_ranks_own_after_it(
     assert sum(len(state) > 0 for state in optimizer.state.values()) == 2, "those of the others"
 
 
-def averaged(group: Any = None) -> dict[str, Any]:
-    """The averages of the weights that are here, torch's and by hand."""
+def averaged(group: Any = None, folder: str = "") -> dict[str, Any]:
+    """The averages of the weights that are here, torch's and by hand; and saved, if there is a folder."""
     model = rooms()
     with piped(model, group) as pipe:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -170,14 +171,25 @@ def averaged(group: Any = None) -> dict[str, Any]:
         here = [name for name, _ in pipe.weights.here.named_parameters()]
         named = {n: p.tolist() for n, p in ema.module.named_parameters() if n in here}
         assert sum(not tensor.is_meta for tensor in by_hand) == len(named)
+        if folder:
+            Checkpoints(folder).save(2, pipe=pipe, ema=ema)
+            for tensor in ema.parameters():
+                tensor.detach().zero_()
+            Checkpoints(folder).load(pipe=pipe, ema=ema)
+            again = dict(ema.module.named_parameters())
+            assert {name: again[name].tolist() for name in named} == named
         return named
 
 
-def test_averages_of_weights_are_those_of_one_process(workers: WorkerPool) -> None:
-    one, two = workers.run(f"{__name__}:averaged", 2)
-    assert (one | two).keys() == averaged().keys()
-    for name, value in averaged().items():
+def test_averages_of_weights_are_those_of_one_process(workers: WorkerPool, tmp_path: Path) -> None:
+    one, two = workers.run(f"{__name__}:averaged", 2, folder=str(tmp_path))
+    expected, plain = averaged(), AveragedModel(rooms())
+    assert (one | two).keys() == expected.keys()
+    Checkpoints(tmp_path).load(model=rooms(), ema=plain)
+    for name, value in expected.items():
         torch.testing.assert_close(torch.tensor((one | two)[name]), torch.tensor(value))
+        assert dict(plain.module.named_parameters())[name].tolist() == (one | two)[name]
+    assert plain.n_averaged == 2
 
 
 # ---- what is told

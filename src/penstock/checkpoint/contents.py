@@ -325,13 +325,14 @@ class Targets:
         weights: dict[str, Weights] = {}
         optimizers: dict[str, Optimizer] = {}
         states: dict[str, Any] = {}
+        cut = any(isinstance(value, Pipeline) for value in arguments.values())
         for label, value in arguments.items():
             if "/" in label:
                 raise UsageError(f"{label!r} cannot be the name of what is saved: use a plain name")
             if value is None:
                 continue
             if isinstance(value, Pipeline | nn.Module):
-                one = self._weights_of(label, value)
+                one = self._weights_of(label, value, cut=cut)
                 if one.label in weights:
                     raise UsageError(
                         "give pipe= or model=, not both: each says whose weights they are"
@@ -369,12 +370,13 @@ class Targets:
             self.all.append(OptimizerState(label, optimizer, names, schedulers))
         self.all += [State(label, of) for label, of in states.items()]
 
-    def _weights_of(self, label: str, value: Pipeline | nn.Module) -> Weights:
+    def _weights_of(self, label: str, value: Pipeline | nn.Module, *, cut: bool) -> Weights:
         if isinstance(value, nn.Module):
             label = MODEL if label == "pipe" else label
             self.model = value if label == MODEL else self.model
             names = Names(find_shared(value, [value]))
-            return Weights(label, StageWeights([WholeModel(value)], names))
+            # Of an average of the pipeline's model, each rank has its part.
+            return Weights(label, StageWeights([WholeModel(value, only_here=cut)], names))
         if self.pipe is not None:
             raise UsageError(
                 "two pipelines were given; give each Checkpoints of its own, in a folder of its own"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,8 @@ from penstock._engine.weights.trees import decode, encode
 from penstock.errors import StateDictError, UsageError, quoted
 from penstock.partition import Shared, named_tensors
 from penstock.stage import PipelineStage
+
+T = TypeVar("T")
 
 
 class Names:
@@ -89,22 +91,33 @@ class Names:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """An uncut model, with the part of a stage's interface that :class:`StageWeights` needs."""
+    """An uncut model, with the part of a stage's interface that :class:`StageWeights` needs.
+
+    Args:
+        module: the model.
+        index: stands for that of its stage.
+        only_here: whether to leave out the weights of other ranks, if it is an average or another copy of a
+            model that a pipeline has cut.
+    """
 
     module: nn.Module
     index: int = 0
+    only_here: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once."""
-        return self.module.named_parameters()
+        return self._listed(self.module.named_parameters())
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and buffers under all their names."""
-        return named_tensors(self.module)
+        return [*self._listed(named_tensors(self.module))]
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict."""
-        return self.module.state_dict()
+        return dict(self._listed(self.module.state_dict().items()))
+
+    def _listed(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        return ((n, value) for n, value in named if not (self.only_here and is_placeholder(value)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy the entries that the model has too; ignore the others."""

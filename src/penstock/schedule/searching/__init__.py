@@ -48,6 +48,7 @@ def search(  # noqa: PLR0913 - the whole task, by name
     memory: Memory | None = None,
     placement: Placement | None = None,
     edges: Iterable[Edge] | None = None,
+    slices: int = 1,
     seed: int = 0,
     seconds: float = 10.0,
     effort: float = 1.0,
@@ -76,6 +77,8 @@ def search(  # noqa: PLR0913 - the whole task, by name
         placement: which rank holds which stages. By default as many stages as ``costs`` lists, in laps over
             the ranks and, if that makes two per rank, also in a V; one stage per rank if it lists none.
         edges: the values that travel between stages; by default the chain.
+        slices: into how many slices the sequences of each microbatch are cut; ``costs.slice_times`` and
+            ``costs.slice_sizes`` say what each of them costs.
         seed: the seed of the random moves.
         seconds: after which to return the best so far; the library's schedules are timed in any case.
         effort: how much to try; 1 takes a few seconds, 10 ten times as long.
@@ -99,7 +102,7 @@ def search(  # noqa: PLR0913 - the whole task, by name
         if not number >= 0:
             raise UsageError(f"{name}={number}: must be a number, at least 0")
     until = monotonic() + seconds
-    tasks = _tasks(costs, ranks, microbatches, memory, placement, edges)
+    tasks = _tasks(costs, ranks, microbatches, memory, placement, edges, slices)
     shortest, best = min(
         (known for task in tasks for known in _library(task)),
         default=(math.inf, None),
@@ -153,6 +156,7 @@ def lower_bound(
     memory: Memory | None = None,
     placement: Placement | None = None,
     edges: Iterable[Edge] | None = None,
+    slices: int = 1,
 ) -> float:
     """A time that every schedule of such a step takes at least.
 
@@ -162,7 +166,7 @@ def lower_bound(
     """
     check_at_least_one(ranks=ranks, microbatches=microbatches)
     # All microbatches are alike, so one will do.
-    tasks = _tasks(costs, ranks, 1, memory, placement, edges)
+    tasks = _tasks(costs, ranks, 1, memory, placement, edges, slices)
     return min(task.least_of(microbatches) for task in tasks)
 
 
@@ -173,16 +177,24 @@ def _tasks(
     memory: Memory | None,
     placement: Placement | None,
     edges: Iterable[Edge] | None,
+    slices: int,
 ) -> list[Task]:
     """The task for each placement."""
-    check_at_least_one(ranks=ranks, microbatches=microbatches)
+    check_at_least_one(ranks=ranks, microbatches=microbatches, slices=slices)
     limits = _limits(memory, ranks)
     placements = [placement] if placement else _placements(costs, ranks)
     if placements[0].ranks != ranks:
         raise ScheduleError(f"ranks={ranks}, but the placement has {placements[0].ranks}")
     table = None if edges is None else tuple(edges)
     tasks = [
-        Task(placed, chain(placed.stages) if table is None else table, microbatches, costs, limits)
+        Task(
+            placed,
+            chain(placed.stages) if table is None else table,
+            microbatches,
+            costs,
+            limits,
+            slices,
+        )
         for placed in placements
     ]
     needs = [[*map(task.held_by_one, range(ranks))] for task in tasks]
@@ -241,9 +253,11 @@ def _placements(costs: Costs, ranks: int) -> list[Placement]:
 def _library(task: Task) -> Iterator[tuple[float, Schedule]]:
     """The schedules of the library that solve a task, each with its makespan."""
     placement = task.split.placement
-    for recipe in [recipe for recipe in RECIPES.values() if not recipe.slices]:
+    cut = task.slices > 1
+    for recipe in [recipe for recipe in RECIPES.values() if recipe.slices == cut]:
+        stages_per_rank, slices = len(placement.stages_on(0)), task.slices if cut else None
         try:
-            schedule = recipe.make(task.ranks, task.microbatches, len(placement.stages_on(0)))
+            schedule = recipe.make(task.ranks, task.microbatches, stages_per_rank, slices)
         except ScheduleError:
             continue
         if schedule.placement != placement or not schedule.trains:

@@ -71,7 +71,7 @@ class Annealer:
     def _move(self, bound: float) -> None:
         """Put an action elsewhere in its program if the makespan stays within a bound."""
         self._spent += 1
-        random, m = self._random, self._task.microbatches
+        random, parts = self._random, self._task.parts
         among = self._critical if random() < CRITICAL else range(len(self._duration))
         number = among[int(random() * len(among))]
         rank = self._task.rank[number]
@@ -84,8 +84,8 @@ class Annealer:
         first, last = min(source, target), max(source, target)
         window = program[first : last + 1]
         window.insert(target - first, window.pop(source - first))
-        lane = range(number - number % m, number - number % m + m)
-        # The lane's microbatches stay in order.
+        lane = range(number - number % parts, number - number % parts + parts)
+        # The lane's parts stay in order.
         turns = iter(sorted(each for each in window if each in lane))
         window = [next(turns) if each in lane else each for each in window]
         if not self._is_allowed(rank, first, window):
@@ -100,7 +100,7 @@ class Annealer:
         self._spent += 1
         task, before = self._task, (self._wholes, self._duration, self._growth)
         lane = task.fusible[int(self._random() * len(task.fusible))]
-        number = lane * task.microbatches + int(self._random() * task.microbatches)
+        number = lane * task.parts + int(self._random() * task.parts)
         self._wholes = self._wholes ^ {number}
         self._duration, self._growth = task.per_number(self._wholes)
         rank = task.rank[number]

@@ -16,7 +16,8 @@ class Rule(NamedTuple):
     """The rule by which a list scheduler holds actions back.
 
     Attributes:
-        ahead: the most microbatches of a stage that may be between their F and their gradient.
+        ahead: the most microbatches, or slices of them, of a stage that may be between their F and their
+            gradient.
         patience: the share of its duration for which a W waits for another action.
         whole: whether every backward that may be a B is one.
     """
@@ -39,7 +40,7 @@ class Dispatcher:
     """
 
     def __init__(self, task: Task, rule: Rule) -> None:
-        m = task.microbatches
+        m = task.parts
         self._task, self._rule = task, rule
         lanes = [*task.whole, *(task.fusible if rule.whole else ())]
         self._wholes = frozenset(number for n in lanes for number in range(n * m, n * m + m))
@@ -49,11 +50,11 @@ class Dispatcher:
         self._end = [NEVER] * len(self._duration)
         self._done = [0] * (len(self._end) // m)
         self._through = 0
-        """The number of microbatches that have passed all forwards."""
+        """How many microbatches, or slices of them, have passed all forwards."""
 
     def run(self) -> Draft:
         """Start one action after the other until none is left."""
-        task, done, m = self._task, self._done, self._task.microbatches
+        task, done, m = self._task, self._done, self._task.parts
         programs: list[list[int]] = [[] for _ in range(task.ranks)]
         chosen = [self._choose(rank) for rank in range(task.ranks)]
         for _ in self._end:
@@ -74,7 +75,7 @@ class Dispatcher:
 
     def _choose(self, rank: int) -> tuple[float, int, int]:
         """The action that a rank would start next: its time, priority and lane."""
-        task, done, m = self._task, self._done, self._task.microbatches
+        task, done, m = self._task, self._done, self._task.parts
         best, best_when = (NEVER, 0, -1), (NEVER, 0)
         for lane in task.lanes[rank]:
             k = done[lane]
@@ -94,15 +95,20 @@ class Dispatcher:
     def _has_room(self, rank: int, lane: int) -> bool:
         """Whether a rank may take the next forward of a lane."""
         task, done, most = self._task, self._done, self._task.limit[rank]
-        held = {each: task.growth[each * task.microbatches] for each in task.lanes[rank][::3]}
         if done[lane] - done[lane + GRADIENT] >= self._rule.ahead:
             return False
-        if self._held[rank] + held[lane] > most:
+        parts, growth, lanes = task.parts, task.growth, task.lanes[rank][::3]
+        takes = growth[lane * parts + done[lane]]
+        if self._held[rank] + takes > most:
             return False
-        if len(held) == 1 or done[lane] <= self._through:
+        # The first part after the oldest microbatch that has not passed all forwards.
+        next_one = self._through - self._through % task.slices + task.slices
+        if len(lanes) == 1 or done[lane] < next_one:
             return True
-        later = sum(takes * max(0, done[each] - self._through - 1) for each, takes in held.items())
-        return task.held_by_one(rank) + held[lane] + later <= most
+        later = sum(
+            sum(growth[each * parts + next_one : each * parts + done[each]]) for each in lanes
+        )
+        return task.held_by_one(rank) + takes + later <= most
 
 
 def rules(task: Task) -> Iterator[Rule]:
@@ -112,13 +118,15 @@ def rules(task: Task) -> Iterator[Rule]:
 
 
 def _depths(task: Task) -> list[int]:
-    """Numbers of microbatches ahead, from one to as many as a rank can use or has memory for."""
-    most = 2 * task.ranks
+    """Numbers of parts ahead, from those of one microbatch to as many as a rank can use or has memory for."""
+    least, parts = task.slices, task.parts
+    most = 2 * task.ranks + least - 1
     if all(task.activation):
         holds = (
-            task.limit[rank] / task.activation[stage]
-            for stage, rank in enumerate(task.split.placement.rank_of)
+            limit / max(task.growth[lane * parts : lane * parts + least])
+            for limit, lanes in zip(task.limit, task.lanes, strict=True)
+            for lane in lanes[::3]
         )
         most = int(min(most, max(holds)))
-    most = max(1, min(most, task.microbatches - 1))
-    return sorted({1 + round(step * (most - 1) / 7) for step in range(8)})
+    most = max(least, min(most, parts - 1))
+    return sorted({least + round(step * (most - least) / 7) for step in range(8)})
