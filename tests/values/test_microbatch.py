@@ -394,9 +394,9 @@ def test_a_batch_that_looks_like_an_earlier_one_is_cut_as_that(
 ) -> None:
     known: KnownCuts = {}
     first = split_batch(args, kwargs, target, rules, 2, fewer=True, known=known)
-    again = [filled(value, 7.0) for value in (args, kwargs, target)]
-    later = split_batch(*again, rules, 2, fewer=True, known=known)
-    alone = split_batch(*again, rules, 2, fewer=True)
+    args, kwargs, target = (filled(value, 7.0) for value in (args, kwargs, target))
+    later = split_batch(args, kwargs, target, rules, 2, fewer=True, known=known)
+    alone = split_batch(args, kwargs, target, rules, 2, fewer=True)
     assert (later.look, later.samples, later.count) == (first.look, alone.samples, alone.count)
     assert later.look is not None
     assert len(later.parts or ()) == len(alone.parts or ())
@@ -405,8 +405,8 @@ def test_a_batch_that_looks_like_an_earlier_one_is_cut_as_that(
         assert one.samples == other.samples
     if target is not MISSING:
         assert_close(later.targets, alone.targets)
-    other = split_batch(*again, rules, 1, fewer=True, known=known)
-    assert (other.look, other.count) != (first.look, first.count) or first.count == 1
+    fewer = split_batch(args, kwargs, target, rules, 1, fewer=True, known=known)
+    assert (fewer.look, fewer.count) != (first.look, first.count) or first.count == 1
 
 
 def test_batches_look_alike_if_only_their_data_differ() -> None:

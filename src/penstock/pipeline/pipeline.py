@@ -697,7 +697,7 @@ class Pipeline:
         Without one, a pair of an F and a B is run by the method ``overlapped_forward_backward`` of the module
         of the stage that runs the F, if it has one and is neither wrapped in DistributedDataParallel nor
         sharded by FSDP; else, and where the backward is an I, F runs first, then the backward. See
-        docs/schedules.md.
+        docs/schedules.md. For layers that communicate there is :func:`penstock.overlap_collectives`.
 
         Args:
             function: called with a :class:`~penstock.PairForward` and a :class:`~penstock.PairBackward`. It
