@@ -233,21 +233,23 @@ class StepTally:
         terms = sorted(self._terms, key=_PLACE)
         if largest is not None:
             terms.append(_Weighed(_LARGEST, 0, 0, largest, 1.0))
-        # Of those on a device, one transfer for each type. They are stacked now, as some are views of memory
-        # as large as an output.
+        # Numbers of one type on a device are read at once. They are stacked now: some are views of memory as
+        # large as an output, which a result must not keep.
         tensors: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for term in terms:
-            if isinstance(term.value, Tensor):
-                kind = term.value.device, term.value.dtype
-                tensors[kind].append(whole(term.value).reshape(()))
-        stacked = {kind: torch.stack(of_kind).double() for kind, of_kind in tensors.items()}
+        factors: list[tuple[_Row, float, Any]] = []
+        for row, _, _, value, factor in terms:
+            where: Any = value
+            if isinstance(value, Tensor):
+                where = value.device, value.dtype
+                tensors[where].append(whole(value).reshape(()))
+            factors.append((row, factor, where))
+        stacked = {where: torch.stack(row).double() for where, row in tensors.items()}
 
         def read() -> tuple[dict[_Row, float], bool]:
-            numbers = {kind: iter(row.tolist()) for kind, row in stacked.items()}
-            sums = dict[_Row, float]()
-            for row, _, _, value, factor in terms:
-                kind = (value.device, value.dtype) if isinstance(value, Tensor) else None
-                number = float(value) if kind is None else next(numbers[kind])
+            numbers = {where: iter(row.tolist()) for where, row in stacked.items()}
+            sums: dict[_Row, float] = {}
+            for row, factor, where in factors:
+                number = next(numbers[where]) if where in numbers else float(where)
                 # A term with factor 0 may be nan.
                 sums[row] = sums.get(row, 0.0) + (factor * number if factor else 0.0)
             return sums, math.isfinite(sums.pop(_LARGEST, 0.0))
