@@ -1069,6 +1069,13 @@ def by_tensors(unit: Any, x: Tensor, c: Any) -> Any:
     return c[-1] + c[0]
 
 
+def by_pairs(unit: Any, x: Tensor, c: Any) -> Any:
+    """Puts another pair of as many things in the place of one, as a cache of keys and values does."""
+    h = unit.lin(x)
+    c[0] = (c[0][0] + h, c[0][1] + 1)
+    return torch.tanh(c[0][0]) * c[0][1]
+
+
 def by_tensor_of_object(unit: Any, x: Tensor, c: Any) -> Any:
     h = unit.lin(x) + c.h
     c.h = torch.tanh(h)
@@ -1112,6 +1119,7 @@ HANDED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "an attribute": (State, by_object, ""),
     "a tensor under a key": (dict, by_tensor, ""),
     "tensors in a list": (list, by_tensors, ""),
+    "pairs in a list": (lambda: [(torch.zeros(()), 0)], by_pairs, ""),
     "a tensor of an object": (State, by_tensor_of_object, ""),
     "a set": (set, by_set, "gives l.0 a set that it changes"),
     "an array": (lambda: np.zeros(1), by_list, "gives l.0 a ndarray that it changes"),

@@ -84,7 +84,7 @@ class Player:
                     args.append(fill(template, values, given))
             for name, template in line.kwargs:
                 kwargs[name] = fill(template, values, given)
-            if line.beside[2]:
+            if line.beside[4]:
                 beside = fill(line.beside, values, given)[len(note.context) :]
                 for (part, name), value in zip(note.sets, beside, strict=True):
                     vars(part)[name] = value
@@ -218,7 +218,9 @@ class Live(Writer):
     def played(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's output."""
         with self.open():
-            return self._real(self.run(args, kwargs))
+            output = self._real(self.run(args, kwargs))
+        self.let_go()
+        return output
 
     def new(self, line: Line, *_: Any) -> Any:
         """Refuse a call that is not in the score."""
@@ -269,8 +271,9 @@ class Live(Writer):
                 f"{interceptor.path}, which is in another stage; put that code into a module that is placed "
                 "as a whole, by naming it in stages="
             )
-        self._enter(interceptor.path, self._calls[interceptor.path])
-        self._calls[interceptor.path] += 1
+        call = self._calls.get(interceptor.path, 0)
+        self._enter(interceptor.path, call)
+        self._calls[interceptor.path] = call + 1
         args, kwargs = self._real((args, kwargs))
         self._inside = True
         try:
