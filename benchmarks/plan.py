@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.cut import UNet
+from benchmarks.memory import MemoryMeter
 from benchmarks.pairs import Ratios, bytes_to_json
 from benchmarks.work import RANKS
 from penstock import Pipeline, doctor
 from penstock import plan as planning
 from penstock.plan import Cluster, Plan, Profile
-from penstock.plan.meter import Meter
 from penstock.testing import WorkerPool
 from penstock.train.model import GPT, next_byte_loss
 
@@ -143,20 +143,26 @@ def steps(group: Any, name: str, plans: list[str], rounds: int, share: int | Non
                 start = perf_counter()
                 pipe.step(batch, target=target)
                 each.append(perf_counter() - start)
-        peaks = [peak(*run) for run in runs]
         for pipe, _, _ in runs:
             pipe.close()
+        peaks = [peak(group, name, text) for text in plans]
     return {"seconds": [each[2:] for each in seconds], "bytes": peaks}
 
 
-def peak(pipe: Pipeline, batch: Tensor, target: Tensor) -> int:
+def peak(group: Any, name: str, plan: str) -> int:
     """The most bytes that a step holds in this process, with weights, their gradients and buffers."""
-    modules = [stage.module for stage in pipe.stages]
-    weights = {id(p): p for module in modules for p in module.parameters()}.values()
-    buffers = {id(b): b for module in modules for b in module.buffers()}.values()
-    with Meter() as meter:
+    model, batch, target, loss = task(name)
+    with MemoryMeter() as meter:
+        pipe = Pipeline(model, schedule=Plan.from_json(plan), loss_fn=loss, mesh=group)
+        # What the first steps leave behind, such as buffers for messages, is there in the third.
+        for _ in range(2):
+            pipe.step(batch, target=target)
+        meter.reset_peak()
         pipe.step(batch, target=target)
-    held = sum(2 * p.nbytes for p in weights) + sum(b.nbytes for b in buffers)
+    modules = [stage.module for stage in pipe.stages]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    held = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    pipe.close()
     return int(meter.peak + held)
 
 
@@ -231,7 +237,9 @@ def uneven(workers: WorkerPool, rounds: int) -> dict[str, Any]:
     """The plan for a rank that shares its core, beside even stages."""
     slow = RANKS - 1
     cluster, profile = examined(workers, share=slow), profiled(workers, "twelve")
-    plans = [plan_of(profile, cluster, schedules="1F1B", even=even) for even in (False, True)]
+    best = plan_of(profile, cluster, schedules="1F1B")
+    stages = profile.at(BATCH // MICROBATCHES).cut(RANKS)
+    plans = [best, planning.plan_for(profile, best.schedule, stages, batch=BATCH, cluster=cluster)]
     (ours, _), (even, _) = measured(workers, "twelve", plans, rounds, slow)
     ratios = Ratios(ours, even)
     sizes = [[len(paths) for paths in plan.stages] for plan in plans]

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree as pytree
 
-from penstock.errors import UsageError
 from tests.pipelining.stages import (
     EITHER,
     IN_A_V,
@@ -154,17 +153,9 @@ def files(p: Names, folder: Path) -> None:
 
 
 def rows_of_schedules(p: Names, _: Path) -> list[str]:
-    shown: list[str] = []
-    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
-        rows = [[a for a in row if a] for row in p.get_schedule_ops(name, 2, 8)]
-        full = p.get_schedule_ops(name, 2, 8, with_comms=True, defer_pp_recv=True)
-        assert [[a for a in row if a and a.is_compute_op] for row in full] == rows
-        # torch 2.13 finds no such rows for GPipe and 1F1B, and loses count of ranks that end first in a V.
-        shown += [*joined(rows), *joined(p.get_schedule_ops(name, 4, 8, add_spacing=True))]
-    refuse(ValueError, lambda: p.get_schedule_ops("GPipe", 2, 4, None, True, True))
-    refuse(AssertionError, lambda: p.get_schedule_ops(p.ScheduleGPipe, 2, 4, 2))
-    pair = [p.row("0F0,0F1,0B0,0B1"), p.row("1F0,1B0,1F1,1B1")]
-    return [*shown, *joined(p.add_schedule_op_spacing(pair))]
+    kinds = "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"
+    orders = [p.scheduled(kind, ranks, 2, 8).pipeline_order for kind in kinds for ranks in (2, 4)]
+    return joined([a for a in row if a] for order in orders for _, row in sorted(order.items()))
 
 
 # ---- steps on one rank
@@ -456,7 +447,6 @@ LIBRARIES = {
     "microbatch": "_split_block_mask BlockMask TensorChunkSpec _Replicate",
     "stage": "PipelineStage _normalize_model_output_as_tuple _PipelineStageBase extract_tensor_metas",
     "_backward": "stage_backward stage_backward_input stage_backward_weight",
-    "_schedule_visualizer": "get_schedule_ops visualize_schedule",
 }
 
 
@@ -464,16 +454,3 @@ LIBRARIES = {
 def test_names_that_libraries_import(package: str) -> None:
     homes = [(getattr(EITHER[package], module), names) for module, names in LIBRARIES.items()]
     assert [n for home, names in homes for n in names.split() if not hasattr(home, n)] == []
-
-
-def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = OURS.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
-    OURS.visualize_schedule(rows)
-    assert capsys.readouterr().out.startswith("rank 0 stage 0 |")
-    file = tmp_path / "schedule.svg"
-    OURS.visualize_schedule(rows, str(file))
-    assert "0F0" in file.read_text()
-    with pytest.raises(AssertionError, match="is not the class of a named schedule"):
-        OURS.get_schedule_ops("PipelineScheduleMulti", 2, 4)
-    with pytest.raises(UsageError, match=r"name it schedule\.svg"):
-        OURS.visualize_schedule(rows, "schedule.png")

@@ -216,7 +216,7 @@ def test_wrong_numbers_are_refused_before_costs_are_found(wrong: dict[str, Any],
         ('"replicas": 1', '"replicas": 10000000', "replicas=10000000"),
         ('"ranks": 2', '"ranks": 3', "has 3 stages"),
         ('"seconds": ', '"seconds": -', "plan.seconds"),
-        ('"version": 5', '"version": 4', "version: Input should be 5"),
+        ('"version": 6', '"version": 5', "version: Input should be 6"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_before_anything_is_built(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +102,6 @@ def test_a_run_is_planned_by_the_command_or_by_itself(tmp_path: Path, capsys: Ca
         losses(plan=str(plan), batch=16)
     with pytest.raises(ConfigError, match="is for ranks=2, but this run has 3"):
         losses(plan=str(plan), ranks=3)
-    # The run left a plan and a recorded step, from which it is planned again.
-    run = max(tmp_path.glob("run*/plan.json")).parent
-    asked = ["plan", "--corrected", str(run), "--seconds", "0", "--keep", "1"]
-    assert main(asked) == 0
-    shown = capsys.readouterr().out
-    assert "old cut: " in shown
-    assert re.search(r"gain: \d+\.\d+ x", shown)
-    (run / "timeline.json").write_text("{}")
-    assert main(asked) == 65
-    assert "not a trace of a step" in capsys.readouterr().err
     plan.write_text("{}")
     with pytest.raises(InputFileError, match=r"plan\.json: not a plan"):
         losses(plan=str(plan))
@@ -127,11 +116,10 @@ def test_the_command_plans_a_model_of_transformers(tmp_path: Path, capsys: Captu
     asked = ["plan", "--ranks=2", "--batch=4", "--device=h100", "--sequence=128", "--seconds=0"]
     asked += ["--pipeline=2", "--hf", str(tmp_path / "config.json")]
     mixed = [one for one in asked if not one.startswith(("--ranks", "--device"))]
-    links = ["--ranks=1xh100,1xa100", "--links=0-1=1GB/s", "--schedule=ZB-H1", "--keep=1"]
-    assert main([*mixed, *links]) == 0
+    devices = ["--ranks=1xh100,1xa100", "--schedule=ZB-H1", "--keep=1"]
+    assert main([*mixed, *devices]) == 0
     shown = capsys.readouterr().out
     assert "ZB-H1" in shown
-    assert "the same with even stages, in the ranks' own order, takes" in shown
     assert main([*asked, "--schedule=1F1B", "--memory", "1KB"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("penstock: nothing fits into memory=1000")
@@ -158,13 +146,11 @@ HF = ["--hf", "nowhere.json", "--ranks=2", "--batch=2"]
         ([], "give the settings"),
         (["--hf", "nowhere.json"], "needs --ranks, --batch, --device"),
         (["--hf", "nowhere.json", "--ranks", "0"], "--ranks must be at least 1"),
-        (["--hf", "nowhere.json", "--ranks", "4", "--links", "0-1=1GB/s"], "--links is of devices"),
         (
             ["--hf", "nowhere.json", "--ranks", "4", "--cluster", "c"],
-            "leave --ranks and --links out",
+            "leave --ranks out",
         ),
         (["--hf", "nowhere.json", "--cluster", "nowhere"], "nowhere: cannot be read"),
-        (["--corrected", "nowhere"], "no such file"),
         ([*HF, "--device=h100"], "no such file"),
         ([*HF, "--device=h1000"], "did you mean 'h100'"),
         ([*HF, "--device=h100", "--dtype=int8"], "dtype='int8': must be one of"),

@@ -36,10 +36,11 @@ def costs_of(model: nn.Module, x: Tensor, *, measured: bool, **kwargs: Any) -> U
 def test_costs_of_a_chain_are_those_one_can_count(measured: bool) -> None:
     costs = costs_of(layers(), torch.ones(3, 4), measured=measured)
     sizes = [4 * 8, 8 * 8, 8 * 2]
-    assert [unit.by("parameters") for unit in costs.units] == sizes
-    assert [unit.by("flops") for unit in costs.units] == [2 * 3 * size for size in sizes]
-    # Weights and gradients, and what AdamW holds; the loss, a sum, has made a copy of its own.
-    assert [unit.by("memory") for unit in costs.units[:2]] == [4 * 4 * size for size in sizes[:2]]
+    assert [unit.numbers for unit in costs.units] == sizes
+    assert [unit.flops for unit in costs.units] == [2 * 3 * size for size in sizes]
+    assert [unit.trained for unit in costs.units] == [4 * size for size in sizes]
+    # The loss, a sum, has made a copy of its own.
+    assert [unit.held for unit in costs.units[:2]] == [0, 0]
     assert [(v.source, v.targets, v.bytes, v.kept) for v in costs.values] == [
         (0, (1,), 3 * 8 * 4, (1,)),
         (1, (2,), 3 * 8 * 4, (2,)),
@@ -197,14 +198,11 @@ def test_all_calls_of_a_unit_count(measured: bool) -> None:
     assert block.forward > 1.5 * enter.forward
 
 
-def test_stages_are_equal_by_what_was_measured() -> None:
+def test_stages_take_equally_long() -> None:
     costs = costs_of(layers(), torch.ones(3, 4), measured=False)
-    assert costs.cut(2, by="flops") == [["0"], ["1", "2"]]
-    assert costs.cut(2, by="parameters") == [["0"], ["1", "2"]]
+    assert costs.cut(2) == [["0"], ["1", "2"]]
     heavy = replace(costs, units=(*costs.units[:2], replace(costs.units[2], backward=1.0)))
     assert heavy.cut(2) == [["0", "1"], ["2"]]
-    with pytest.raises(UsageError, match="by='speed': must be one of time, flops"):
-        costs.cut(2, by="speed")  # type: ignore[arg-type]
 
 
 def moves(m: Any, x: Tensor) -> Any:

@@ -21,7 +21,7 @@ def read_text(path: Path) -> str:
     """The text of a file that a flag names."""
     if not path.exists():
         raise UsageError(f"{path}: cannot be read: there is no such file")
-    return reading.read_text(path, reading.DEFAULT)
+    return reading.read_text(path)
 
 
 def write(path: Path | None, writes: Callable[[Path], object]) -> None:

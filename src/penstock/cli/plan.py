@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from penstock import plan as planning
-from penstock import schedule as schedules
 from penstock import train
 from penstock.cli.output import check_folder, read_text, write, write_text
 from penstock.errors import ConfigError
@@ -29,19 +27,9 @@ Ranks = Annotated[
     str | None,
     typer.Option("--ranks", help="How many devices there are, or which: 4xh100-80GB,4xa100-40GB."),
 ]
-Links = Annotated[
-    str,
-    typer.Option(
-        "--links", help="Links that differ from what the devices have, such as 3-4=10GB/s@50us."
-    ),
-]
 ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", help="The ranks and links that penstock doctor --out has measured."),
-]
-Corrected = Annotated[
-    Path | None,
-    typer.Option("--corrected", help="Plan again from the recorded step in this run folder."),
 ]
 Memory = Annotated[
     str | None,
@@ -100,9 +88,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     config: Config = None,
     hf: Hf = None,
     ranks: Ranks = None,
-    links: Links = "",
     cluster: ClusterFile = None,
-    corrected: Corrected = None,
     memory: Memory = None,
     batch: Batch = None,
     sequence: Sequence = None,
@@ -125,8 +111,6 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     """
     check_folder(report)
     check_folder(json)
-    if corrected is not None:
-        config = config or corrected / "config.toml"
     if (config is None) == (hf is None):
         raise ConfigError(
             "give the settings of penstock train as --config, or a model's config as --hf"
@@ -134,10 +118,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     if efficiency is not None and device is None:
         raise ConfigError("--efficiency is of a device to predict for; give its name as --device")
     limit = None if memory is None else size_from(memory)
-    count, machines = _cluster_of(ranks, links, cluster)
-    old = None if corrected is None else planning.Plan.from_json(read_text(corrected / "plan.json"))
-    if old is not None and count is None:
-        count = old.ranks
+    count, machines = _cluster_of(ranks, cluster)
     measures = machines is None or (config is not None and cluster is not None)
     described = None if measures or machines is None else machines.devices[0]
     if device is not None:
@@ -175,49 +156,26 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
             stages=count,
         )
     asked |= {"batch": batch, "pipeline": pipeline, "cluster": machines}
-    plans = _plans(profile, old, corrected, asked | {"ranks": count})
+    plans = planning.search(profile, **asked, ranks=count)
+    typer.echo(str(plans))
     write(report, plans.report)
     write_text(json, lambda: plans[0].to_json() + "\n")
 
 
-def _cluster_of(
-    ranks: str | None, links: str, file: Path | None
-) -> tuple[int | None, planning.Cluster | None]:
+def _cluster_of(ranks: str | None, file: Path | None) -> tuple[int | None, planning.Cluster | None]:
     """The number of ranks, and their devices if these are given."""
     if file is not None:
-        if ranks is not None or links:
-            raise ConfigError(
-                "--cluster says which ranks and links there are; leave --ranks and --links out"
-            )
+        if ranks is not None:
+            raise ConfigError("--cluster says which ranks there are; leave --ranks out")
         cluster = planning.Cluster.from_json(read_text(file))
         return len(cluster), cluster
     if ranks is None or ranks.strip().isdecimal():
-        if links:
-            raise ConfigError("--links is of devices; give them as --ranks 4xh100,4xa100")
         count = None if ranks is None else int(ranks)
         if count == 0:
             raise ConfigError("--ranks must be at least 1")
         return count, None
-    cluster = planning.Cluster.parse(ranks, links)
+    cluster = planning.Cluster.parse(ranks)
     return len(cluster), cluster
-
-
-def _plans(
-    profile: Callable[[], planning.Profile],
-    old: planning.Plan | None,
-    run: Path | None,
-    asked: dict[str, Any],
-) -> planning.Plans:
-    """The best plans, which are printed; with a plan that ran, from the step that its run has recorded."""
-    if old is None or run is None:
-        plans = planning.search(profile, **asked)
-        typer.echo(str(plans))
-        return plans
-    timeline = schedules.Timeline.from_chrome_trace(read_text(run / "timeline.json"))
-    fixed = {name: value for name, value in asked.items() if value is not None and name != "ranks"}
-    again = planning.plan_again(profile(), old, timeline, **fixed)
-    typer.echo(str(again))
-    return again.plans
 
 
 def size_from(text: str) -> float:

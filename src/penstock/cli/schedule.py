@@ -16,7 +16,7 @@ from penstock import schedule as ps
 from penstock.cli.output import write, write_text
 from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
 from penstock.schedule.library import RECIPES
-from penstock.schedule.reading import DEFAULT, SUFFIXES
+from penstock.schedule.reading import MOST_ACTIONS, SUFFIXES
 
 app = typer.Typer(
     help="List, draw, check, simulate, convert and compare schedules; no model needed.",
@@ -91,9 +91,9 @@ def _schedule_from(
         return ps.load(source)
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches
-    if ranks * microbatches * (stages or 1) * (slices or 1) > DEFAULT.actions:
+    if ranks * microbatches * (stages or 1) * (slices or 1) > MOST_ACTIONS:
         raise UsageError(
-            f"ranks={ranks}, microbatches={microbatches}: more than {DEFAULT.actions} actions; "
+            f"ranks={ranks}, microbatches={microbatches}: more than {MOST_ACTIONS} actions; "
             "try smaller numbers"
         )
     return ps.build(

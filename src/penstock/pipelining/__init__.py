@@ -1,7 +1,7 @@
 """The API of ``torch.distributed.pipelining`` on Penstock's engine: only the import has to change.
 
 Modules that torch has as well bear its names: ``schedules``, ``stage``, ``microbatch``, ``_IR``,
-``_backward``, ``_utils`` and ``_schedule_visualizer``. They stand on four others: ``rows`` holds schedules in
+``_backward`` and ``_utils``. They stand on four others: ``rows`` holds schedules in
 torch's form, ``running`` runs them, ``by_hand`` lets users drive stages, and ``traced`` traces models and
 cuts them.
 """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.errors import UsageError
 from penstock.pipelining.rows import ActionTuple, ComputationType
@@ -103,67 +104,56 @@ def analyze_pipeline_activation_liveness(
     order = schedule.pipeline_order_with_comms if spelled else schedule.pipeline_order
     if pp_rank not in order:
         raise UsageError(f"pp_rank={pp_rank}: the schedule has the ranks {sorted(order)}")
-    first, last = _uses(order[pp_rank])
-    pairs = [(stage, microbatch) for stage in stages for microbatch in range(count)]
-    for pair in pairs:
-        if pair not in first or pair not in last:
+    uses = _uses(order[pp_rank])
+    lives: dict[Any, Lifetime] = {}
+    takes = {
+        (stage, part): part if granularity == "microbatch" else (stage, part)
+        for stage in stages
+        for part in range(count)
+    }
+    for pair, taker in takes.items():
+        if len(uses.get(pair, ())) < 2:
             raise UsageError(
                 f"rank {pp_rank} does not run stage {pair[0]} forward and backward for microbatch {pair[1]}"
             )
-    lifetimes = {pair: (first[pair], last[pair]) for pair in pairs}
-    if granularity == "microbatch":
-        for microbatch in range(count):
-            of_all = [lifetimes[stage, microbatch] for stage in stages]
-            whole = min(start for start, _ in of_all), max(end for _, end in of_all)
-            lifetimes |= {(stage, microbatch): whole for stage in stages}
-    slots, number = _slots(lifetimes, together=granularity == "microbatch")
+        places = [*uses[pair], *lives.get(taker, ())]
+        lives[taker] = min(places), max(places)
+    slots = _slots(lives)
     return PipelineActivationLiveness(
         pp_rank,
         granularity,
         stages,
         count,
-        MappingProxyType(slots),
-        number,
-        MappingProxyType(lifetimes),
+        MappingProxyType({pair: slots[taker] for pair, taker in takes.items()}),
+        1 + max(slots.values()),
+        MappingProxyType({pair: lives[taker] for pair, taker in takes.items()}),
     )
 
 
-def _uses(
-    actions: Sequence[ActionTuple | None],
-) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+def _uses(actions: Sequence[ActionTuple | None]) -> dict[tuple[int, int | None], list[int]]:
     """The positions of the forward and of the last use of each stage's microbatches."""
-    first: dict[tuple[int, int], int] = {}
-    last: dict[tuple[int, int], int] = {}
-    ends = (ComputationType.FULL_BACKWARD, ComputationType.BACKWARD_WEIGHT)
+    kept = (
+        ComputationType.FORWARD,
+        ComputationType.FULL_BACKWARD,
+        ComputationType.BACKWARD_WEIGHT,
+    )
+    uses = defaultdict[tuple[int, int | None], list[int]](list)
     for position, entry in enumerate(actions):
         for action in () if entry is None else (entry.sub_actions or (entry,)):
-            if action.microbatch_index is None:
-                continue
-            pair = action.stage_index, action.microbatch_index
-            if action.computation_type is ComputationType.FORWARD:
-                first[pair] = position
-            elif action.computation_type in ends:
-                last[pair] = position
-    return first, last
+            if action.computation_type in kept:
+                uses[action.stage_index, action.microbatch_index].append(position)
+    return uses
 
 
-def _slots(
-    lifetimes: Mapping[tuple[int, int], Lifetime], *, together: bool
-) -> tuple[dict[tuple[int, int], int], int]:
-    """The slot of each pair, by first fit in the order of their beginnings, and the number of slots."""
+def _slots(lives: Mapping[Any, Lifetime]) -> dict[Any, int]:
+    """The slot of each activation, by first fit in the order of their beginnings."""
     free: list[int] = []
     taken: list[tuple[int, int]] = []  # until when, and which
-    slots: dict[tuple[int, int], int] = {}
-    of_microbatch: dict[int, int] = {}
-    number = 0
-    for pair, (start, end) in sorted(lifetimes.items(), key=lambda item: (item[1], item[0])):
-        if together and pair[1] in of_microbatch:
-            slots[pair] = of_microbatch[pair[1]]
-            continue
+    slots: dict[Any, int] = {}
+    for one, (start, end) in sorted(lives.items(), key=lambda item: (item[1], item[0])):
         while taken and taken[0][0] < start:
             heappush(free, heappop(taken)[1])
-        slot = heappop(free) if free else number
-        number = max(number, slot + 1)
-        heappush(taken, (end, slot))
-        slots[pair] = of_microbatch[pair[1]] = slot
-    return slots, number
+        # Of those that were ever taken, none is free.
+        slots[one] = heappop(free) if free else len(taken)
+        heappush(taken, (end, slots[one]))
+    return slots

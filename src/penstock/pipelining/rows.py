@@ -12,7 +12,6 @@ from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
-    Limits,
     Op,
     Overlap,
     Placement,
@@ -219,7 +218,7 @@ def check_computes(order: Order) -> None:
 def read_rows(filename: str | Path) -> Schedule:
     """Read a schedule from a file with one row per rank."""
     try:
-        return from_csv(read_text(Path(filename), Limits()), name="CSV")
+        return from_csv(read_text(Path(filename)), name="CSV")
     except InputFileError as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from penstock.plan.devices import Device as Device
     from penstock.plan.devices import device_called as device_called
     from penstock.plan.devices import device_named as device_named
-    from penstock.plan.measured import Replanned as Replanned
     from penstock.plan.measured import correct as correct
-    from penstock.plan.measured import plan_again as plan_again
     from penstock.plan.measuring import measure as measure
     from penstock.plan.measuring import predict as predict
     from penstock.plan.measuring import predict_hf as predict_hf

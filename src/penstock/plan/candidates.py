@@ -1,52 +1,24 @@
-"""What a search for plans tries: shapes of pipelines, and the ranks of a cluster that form them."""
+"""What a search for plans tries, and the arguments that narrow it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice, pairwise, permutations, product
+from itertools import product
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.choice import LARGEST, OFFLOAD, POLICIES, Order, PlanShape, check_size, scheduled
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import StageCosts
-from penstock.schedule import Schedule, names, on_ranks
+from penstock.schedule import Schedule, names
 from penstock.schedule.library import find
 
 MOST_MICROBATCHES = 6
 """The most numbers of microbatches that are tried by default."""
 LAPS = (2, 3, 4)
 """The numbers of stages per rank that are tried by default, if a schedule takes any number."""
-FEW = 4
-"""With so many ranks, all their orders are tried; with more, ranks of one kind stay together."""
-MOST_ORDERS = 24
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """The devices of a cluster that form the pipelines, and who does what in each.
-
-    Args:
-        devices: the devices, ascending; neighbours form a pipeline, as with ``Pipeline(replicas=)``.
-        order: which rank of a pipeline does the work of each rank of the schedule.
-    """
-
-    devices: tuple[int, ...]
-    order: tuple[int, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the ranks do the work in their own order."""
-        return self.order == tuple(range(len(self.order)))
-
-    @property
-    def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each pipeline."""
-        count = len(self.order)
-        starts = range(0, len(self.devices), count)
-        return tuple(self.devices[start : start + count] for start in starts)
 
 
 @dataclass(frozen=True)
@@ -72,7 +44,6 @@ class Wanted:
     states: float
     keep: int
     cluster: Cluster | None = field(default=None, repr=False)
-    even: bool = False
     host: float = math.inf
 
     @property
@@ -88,17 +59,17 @@ class Wanted:
         Raises:
             UsageError: all candidates have too many.
         """
-        shapes = list(self._all(self.devices, math.inf))
+        shapes = list(self._all(math.inf))
         if shapes and not any(map(_is_small, shapes)):
             check_size("", shapes[0])
 
-    def shapes(self, devices: int, units: float = math.inf) -> Iterator[PlanShape]:
-        """All candidates on so many devices, for a model of so many units."""
-        yield from filter(_is_small, self._all(devices, units))
+    def shapes(self, units: float = math.inf) -> Iterator[PlanShape]:
+        """All candidates for a model of so many units."""
+        yield from filter(_is_small, self._all(units))
 
-    def _all(self, devices: int, units: float) -> Iterator[PlanShape]:
-        for ranks in [n for n in self.ranks or dividing(devices) if devices % n == 0]:
-            replicas = devices // ranks
+    def _all(self, units: float) -> Iterator[PlanShape]:
+        for ranks in self.ranks or dividing(self.devices):
+            replicas = self.devices // ranks
             if self.batch % replicas:
                 continue
             part = self.batch // replicas
@@ -129,114 +100,50 @@ class Wanted:
                 tried.append(count)
         return tuple(tried[:MOST_MICROBATCHES])
 
-    # ---- which devices, and in which order
-
-    def teams(self) -> list[tuple[int, ...]]:
-        """The devices to try: all; without a slow one, a kind, or all but one machine."""
-        everyone = tuple(range(self.devices))
-        if self.cluster is None or self.even:
-            return [everyone]
-        kinds, machines = _kinds(self.cluster), self.cluster.machines
-        teams = [everyone]
-        if len({*kinds}) > 1:
-            slowest = max(dict.fromkeys(kinds), key=lambda kind: kind[2])
-            last = max(rank for rank in everyone if kinds[rank] == slowest)
-            teams.append(tuple(rank for rank in everyone if rank != last))
-        for groups in (kinds, machines):
-            several = list(dict.fromkeys(groups))
-            if 1 < len(several) <= FEW:
-                teams += [tuple(r for r in everyone if groups[r] != one) for one in several]
-                teams += [tuple(r for r in everyone if groups[r] == one) for one in several]
-        return [team for team in dict.fromkeys(teams) if team]
-
-    def arrangements(self, team: Sequence[int], shape: PlanShape) -> Iterator[Arrangement]:
-        """The orders in which the devices of a pipeline can work, the most promising first."""
-        orders: Iterable[tuple[int, ...]] = [tuple(range(shape.ranks))]
-        if self.cluster is not None and not self.even:
-            orders = islice(_distinct_orders(self.cluster.only(team[: shape.ranks])), MOST_ORDERS)
-        for order in orders:
-            yield Arrangement(tuple(team), order)
-
 
 def _is_small(shape: PlanShape) -> bool:
     return shape.forwards <= LARGEST >= shape.replicas
 
 
-def _kinds(cluster: Cluster) -> list[tuple[str, float, float]]:
-    """For each rank the name, the memory and, so that the slowest is the largest, the pace of its device."""
-    return [(d.name, d.memory, d.pace or 1 / min(d.flops.values())) for d in cluster.devices]
-
-
-def _distinct_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """The orders to try; ranks of one kind with links of one kind can stand for each other."""
-    kinds, seen = _kinds(cluster), set[Hashable]()
-    for order in _orders(cluster):
-        wires = tuple(cluster.wire(a, b) for a, b in pairwise(order))
-        key = tuple(kinds[rank] for rank in order), wires
-        if key not in seen:
-            seen.add(key)
-            yield order
-
-
-def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of a pipeline's ranks; if there are many, ranks of one kind or machine stay together."""
-    places = range(len(cluster))
-    # The first stages hold most.
-    yield tuple(sorted(places, key=lambda rank: -cluster.devices[rank].memory))
-    yield tuple(places)
-    for groups in (_kinds(cluster), cluster.machines):
-        several = list(dict.fromkeys(groups))
-        for arranged in permutations(several) if 1 < len(several) <= FEW else ():
-            yield tuple(rank for one in arranged for rank in places if groups[rank] == one)
-    if len(cluster) <= FEW:
-        yield from permutations(places)
-
-
 @lru_cache(maxsize=64)
-def _ordered(shape: PlanShape, ranks: tuple[int, ...]) -> Order | None:
+def _ordered(shape: PlanShape) -> Order | None:
     try:
-        schedule = scheduled(shape)
+        return Order(scheduled(shape))
     except ScheduleError:
         return None
-    return Order(on_ranks(schedule, ranks) if ranks else schedule)
 
 
-def order_of(shape: PlanShape, arrangement: Arrangement) -> Order | None:
+def order_of(shape: PlanShape) -> Order | None:
     """The order of a shape's schedule, without edges; None if there is none for these numbers."""
     # The key leaves out what the schedule does not depend on.
-    ranks = () if arrangement.is_plain else arrangement.order
-    return _ordered(replace(shape, replicas=1, samples=1, recompute="none"), ranks)
+    return _ordered(replace(shape, replicas=1, samples=1, recompute="none"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape on some devices, with a cut.
+    """A shape with a cut.
 
     Args:
-        arrangement: the devices that form its pipelines, and who does what.
         again: the units that are recomputed.
-        costs: what the stages of each pipeline cost.
+        stage_costs: what its stages cost.
         memory: the most that each rank of a pipeline holds, in bytes.
         lacks: how many bytes each of these ranks lacks; empty if it fits.
         reduce: the seconds in which replicas sum their gradients.
         bound: seconds that no order of the actions beats.
         searched: its schedule, if it is not one of the library.
         seconds: the simulated time of a step.
-        slowest: the pipeline that takes so long.
     """
 
     shape: PlanShape
-    arrangement: Arrangement
     cut: tuple[int, ...]
     again: frozenset[int]
-    costs: tuple[StageCosts, ...]
+    stage_costs: StageCosts
     memory: tuple[float, ...]
     lacks: tuple[float, ...]
     reduce: float
     bound: float
     searched: Schedule | None = None
     seconds: float = math.inf
-    slowest: int = 0
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -244,16 +151,11 @@ class Candidate:
         return self.seconds, max(self.memory)
 
     @property
-    def stage_costs(self) -> StageCosts:
-        """What the stages of its slowest pipeline cost."""
-        return self.costs[self.slowest]
-
-    @property
     def plain_schedule(self) -> Schedule:
         """Its schedule, without edges."""
         if self.searched is not None:
             return self.searched
-        order = order_of(self.shape, self.arrangement)
+        order = order_of(self.shape)
         assert order is not None, "a candidate is made of a schedule"
         return order.schedule
 

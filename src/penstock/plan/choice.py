@@ -90,8 +90,6 @@ class Plan:
         tokens: the tokens of a step, or its samples if the profile does not give the tokens of a sample.
         stage_costs: the costs that were simulated.
         custom: the schedule itself, if it is not one of the library.
-        devices: the ranks of a cluster that it uses, ascending, of which neighbours form a pipeline; empty
-            without a cluster.
     """
 
     shape: PlanShape
@@ -104,7 +102,6 @@ class Plan:
     tokens: Count
     stage_costs: StageCosts = field(repr=False, compare=False)
     custom: CustomSchedule = field(repr=False, default=None)
-    devices: tuple[int, ...] = ()
 
     __pydantic_config__ = FILE
 
@@ -204,7 +201,7 @@ class Plan:
 class _PlanFile:
     plan: Plan
     format: Literal["penstock-plan"] = "penstock-plan"
-    version: Literal[5] = 5
+    version: Literal[6] = 6
 
     __pydantic_config__ = FILE
 

@@ -143,23 +143,18 @@ class Cluster:
         return read_json(_ClusterFile, text, "a cluster", "penstock doctor --out").cluster
 
     @staticmethod
-    def parse(ranks: str, links: str = "") -> Cluster:
+    def parse(ranks: str) -> Cluster:
         """Read a cluster from words.
 
         Args:
             ranks: devices of the table, such as ``4xh100-80GB,4xa100-40GB``; without a size, a device has
                 the memory of the table.
-            links: links that differ from what the devices say, such as ``3-4=10GB/s@50us``, or
-                ``0..3-4..7=1GB/s`` for all links between two groups.
 
         Raises:
             UsageError: a word cannot be read, or a device is not in the table.
         """
-        devices = [device for word in _words(ranks) for device in _devices(word)]
-        plain = Cluster(tuple(devices))
-        return replace(
-            plain, links=tuple(link for word in _words(links) for link in _links(word, plain))
-        )
+        words = filter(None, map(str.strip, ranks.split(",")))
+        return Cluster(tuple(device for word in words for device in _devices(word)))
 
 
 @dataclass
@@ -191,10 +186,6 @@ def _machines(devices: Sequence[Device]) -> Iterator[str]:
 
 
 _DEVICE = re.compile(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9-]*?)(?:-(\d+(?:\.\d+)?\s*[kmgt]?i?b))?", re.I)
-_RANKS, _NUMBER = r"(\d+)(?:\.\.(\d+))?", r"(\d+(?:\.\d*)?|\.\d+)"
-_LINK = re.compile(
-    rf"{_RANKS}-{_RANKS}={_NUMBER}\s*([kmgt]?)(b)/s(?:@{_NUMBER}\s*(s|ms|us))?", re.I
-)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?", re.I)
 
 
@@ -205,10 +196,6 @@ def bytes_of(text: str) -> float | None:
         return None
     number, prefix, binary = match.groups()
     return float(number) * (1024.0 if binary else 1000.0) ** " kmgt".index(prefix.lower() or " ")
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _devices(word: str) -> list[Device]:
@@ -224,31 +211,3 @@ def _devices(word: str) -> list[Device]:
     if size:
         device = replace(device, name=f"{device.name}-{size.replace(' ', '')}")
     return [device] * int(count or 1)
-
-
-def _links(word: str, cluster: Cluster) -> Iterator[Link]:
-    match = _LINK.fullmatch(word)
-    if match is None:
-        raise UsageError(
-            f"links={word!r}: must be two ranks, or groups of them, and what they send a second, such as "
-            "3-4=10GB/s, 3-4=1GB/s@50us or 0..3-4..7=1GB/s"
-        )
-    first, second = _group(*match.group(1, 2)), _group(*match.group(3, 4))
-    number, prefix, unit, delay, scale = match.group(5, 6, 7, 8, 9)
-    bandwidth = float(number) * 1000.0 ** " kmgt".index(prefix.lower() or " ")
-    # A small b is a bit, as in the names of networks.
-    bandwidth = bandwidth / 8 if unit == "b" else bandwidth
-    seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[scale.lower()] if scale else 0.0
-    last = len(cluster) - 1
-    if not (bandwidth and first and second and max(first[-1], second[-1]) <= last):
-        raise UsageError(
-            f"links={word!r}: must be of ranks from 0 to {last}, in ascending order, and above 0"
-        )
-    for source in first:
-        for target in second:
-            latency = float(delay) * seconds if delay else cluster.wire(source, target)[0]
-            yield Link(source, target, latency, bandwidth)
-
-
-def _group(first: str, last: str | None) -> range:
-    return range(int(first), int(last or first) + 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -52,11 +52,6 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
 
 
 # ---- units
-
-
-Measure = Literal["time", "flops", "parameters", "memory"]
-COPIES = 4
-"""The copies of a trained weight in memory: itself, its gradient and the two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +103,6 @@ class UnitCost:
     trained: int = 0
     numbers: int = 0
     flops: float = 0.0
-
-    def by(self, measure: Measure) -> float:
-        """The number by which stages are balanced.
-
-        ``"memory"`` counts trained weights four times, for their gradients and the state of an optimizer like
-        AdamW, and adds what forward holds for one microbatch.
-        """
-        numbers: dict[Measure, float] = {
-            "time": self.forward + self.backward,
-            "flops": self.flops,
-            "parameters": float(self.numbers),
-            "memory": self.parameters + (COPIES - 1) * self.trained + self.held,
-        }
-        return numbers[measure]
 
 
 @dataclass(frozen=True)
@@ -301,24 +282,18 @@ class UnitCosts:
         if not named <= {*range(len(self.units))}:
             raise UsageError(f"a value is of a unit beyond the {len(self.units)} that there are")
 
-    def cut(
-        self, stages: int, *, by: Measure = "time", placement: Placement | None = None
-    ) -> list[list[str]]:
-        """The most even stages, as ``stages=`` of a Pipeline takes them.
+    def cut(self, stages: int, *, placement: Placement | None = None) -> list[list[str]]:
+        """The stages whose times are most even, as ``stages=`` of a Pipeline takes them.
 
         Args:
             stages: how many stages to make.
-            by: what to make equal: ``"time"`` of forward and backward, ``"flops"``, ``"parameters"`` or
-                ``"memory"``, see ``UnitCost.by``.
             placement: which rank holds which stage; then ranks are made equal, not stages.
 
         Raises:
             PartitionError: there are more stages than units.
-            UsageError: there is no such measure.
         """
-        if by not in get_args(Measure):
-            raise UsageError(f"by={by!r}: must be one of {', '.join(get_args(Measure))}")
-        starts = choose_cuts([unit.by(by) for unit in self.units], stages, placement)
+        times = [unit.forward + unit.backward for unit in self.units]
+        starts = choose_cuts(times, stages, placement)
         runs = runs_of(starts, len(self.units))
         return [[self.units[number].path for number in run] for run in runs]
 
@@ -334,7 +309,7 @@ class UnitCosts:
         handling: float = 0.0,
         copying: float = 0.0,
         on: Sequence[UnitCosts] = (),
-        links: Sequence[Wire] = (),
+        wire: Callable[[int, int], tuple[float, float]] | None = None,
     ) -> StageCosts:
         """The costs of the stages of a cut.
 
@@ -348,7 +323,7 @@ class UnitCosts:
             handling: how long a rank is busy with a message that it sends or receives, whatever its size.
             copying: how long it is busy with each byte of it.
             on: what the units cost on each rank, where ranks differ; only their times count.
-            links: the links that differ, as in ``StageCosts``.
+            wire: the latency and bandwidth from one rank to another, where links differ.
         """
         again = frozenset(recompute)
         runs = runs_of(cut, len(self.units))
@@ -396,7 +371,7 @@ class UnitCosts:
             message=travel.bytes,
             latency=latency,
             bandwidth=bandwidth,
-            links=tuple(links),
+            links=tuple((a, b, *wire(a, b)) for a, b in travel.pairs()) if wire else (),
         )
 
     def scaled(self, factors: Sequence[Mapping[str, float]]) -> UnitCosts:
@@ -483,6 +458,15 @@ class _Travel:
         self.bytes: dict[str, float] = {}
         for value in of.values:
             self._place(value)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranks that send to each other: values from the first, or gradients."""
+        ends = {
+            (self._rank_of[edge.source], self._rank_of[target])
+            for edge in self.edges
+            for target in edge.targets
+        }
+        return sorted({pair for a, b in ends if a != b for pair in ((a, b), (b, a))})
 
     def _place(self, value: ValueCost) -> None:
         home = self._stage_of[value.source]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.partition import choose_cuts
-from penstock.plan.candidates import Arrangement, Candidate, Wanted, order_of
+from penstock.plan.candidates import Candidate, Wanted, order_of
 from penstock.plan.choice import OFFLOAD, Order, PlanShape, with_messages
 from penstock.plan.costs import Cut, Profile, StageCosts, runs_of
-from penstock.plan.ranks import PipelineRanks, least_work, ranks_of, units_on
+from penstock.plan.ranks import least_work, ranks_of
 from penstock.schedule import Op, Placement, Schedule, lower_bound, offload, simulate
 
 
@@ -33,30 +31,14 @@ class Fitting:
         self._profile, self._wanted = profile, wanted
         self.least: tuple[float, PlanShape] | None = None
         self.units = cache(profile.at)
-        self._units_on = cache(
-            lambda samples: units_on(profile, samples, wanted.devices, wanted.cluster)
+        self._ranks = cache(
+            lambda samples, ranks: ranks_of(profile, samples, ranks, wanted.devices, wanted.cluster)
         )
-        self._pipelines = cache(self._pipelines_of)
-        self.limits = cache(self._limits_of)
 
-    # ---- the ranks of pipelines
-
-    def _pipelines_of(
-        self, samples: int, pipelines: Sequence[Sequence[int]]
-    ) -> list[PipelineRanks]:
-        """The ranks of each pipeline; those of pipelines that are alike are the same object."""
-        known: dict[Any, PipelineRanks] = {}
-        units, cluster = self._units_on(samples), self._wanted.cluster
-        each = [ranks_of(self._profile, units, ranks, cluster) for ranks in pipelines]
-        return [known.setdefault((tuple(map(id, one.units)), one.links), one) for one in each]
-
-    def _limits_of(self, pipelines: Sequence[Sequence[int]]) -> list[float]:
-        """The bytes that each rank of a pipeline may hold, whichever pipeline it is in; 0 for no limit."""
+    def limits(self, ranks: int) -> list[float]:
+        """The bytes that each rank of a pipeline may hold, whichever replica it is of; 0 for no limit."""
         limits = self._wanted.limits
-        at_place = (
-            filter(None, [limits[rank] for rank in ranks]) for ranks in zip(*pipelines, strict=True)
-        )
-        return [min(known, default=0.0) for known in at_place]
+        return [min(filter(None, limits[rank::ranks]), default=0.0) for rank in range(ranks)]
 
     def _wire(self, source: int, target: int) -> tuple[float, float]:
         """The latency and bandwidth from one device to another."""
@@ -65,26 +47,19 @@ class Fitting:
 
     # ---- cuts
 
-    def candidate(self, shape: PlanShape, arrangements: Iterable[Arrangement]) -> Candidate | None:
+    def candidate(self, shape: PlanShape) -> Candidate | None:
         """The most promising candidate of a shape that fits into memory."""
-        fitted = (
-            self.fitted(shape, arrangement, cut)
-            for arrangement in arrangements
-            for cut in self._cuts(shape, arrangement)
-        )
+        fitted = (self.fitted(shape, cut) for cut in self._cuts(shape))
         return min(filter(None, fitted), key=lambda each: each.bound, default=None)
 
-    def _cuts(self, shape: PlanShape, arrangement: Arrangement) -> list[Cut]:
+    def _cuts(self, shape: PlanShape) -> list[Cut]:
         """Cuts that balance the ranks: by time and, if memory is limited, also by what they hold."""
-        order = order_of(shape, arrangement)
+        order = order_of(shape)
         if order is None or not order.schedule.trains:
             return []
         twice, units = shape.recompute == "all", self.units(shape.samples)
-        pipelines = self._pipelines(shape.samples, arrangement.pipelines)
-        # A cut is one for all pipelines.
-        paces = tuple(map(max, zip(*(one.paces for one in pipelines), strict=True)))
-        weights = [(least_work(units, twice=twice), paces)]
-        limits = self.limits(arrangement.pipelines)
+        weights = [(least_work(units, twice=twice), self._ranks(shape.samples, shape.ranks).paces)]
+        limits = self.limits(shape.ranks)
         if any(limits):
             alive = 0 if twice else min(shape.ranks, shape.microbatches)
             copies, most = 1 + self._wanted.states, max(limits)
@@ -95,20 +70,20 @@ class Fitting:
             # As shares, so that candidates that differ only in the size of microbatches share a cut.
             total = sum(each) or 1.0
             shares = tuple(round(weight / total, 9) for weight in each)
-            alike = self._wanted.even or len({*scales}) == 1
+            alike = len({*scales}) == 1
             cuts.append(_even_cut(shares, order.schedule.placement, () if alike else scales))
         return list(dict.fromkeys(cuts))
 
     # ---- memory
 
-    def fitted(self, shape: PlanShape, arrangement: Arrangement, cut: Cut) -> Candidate | None:
+    def fitted(self, shape: PlanShape, cut: Cut) -> Candidate | None:
         """A candidate that fits, with as many units recomputed or activations offloaded as that needs."""
         if shape.recompute == OFFLOAD:
-            return self._offloaded(shape, arrangement, cut)
+            return self._offloaded(shape, cut)
         units = len(self.units(shape.samples).units)
         again = frozenset(range(units) if shape.recompute == "all" else ())
         while True:
-            candidate = self.composed(shape, arrangement, cut, again)
+            candidate = self.composed(shape, cut, again)
             if not candidate.lacks:
                 # If nothing has to be recomputed, this is the candidate of the policy "none".
                 return candidate if again or shape.recompute != "needed" else None
@@ -117,9 +92,9 @@ class Fitting:
                 return None
             again |= frozenset(more)
 
-    def _offloaded(self, shape: PlanShape, arrangement: Arrangement, cut: Cut) -> Candidate | None:
+    def _offloaded(self, shape: PlanShape, cut: Cut) -> Candidate | None:
         """A candidate whose ranks keep as many activations as fit; None if all stay, or the host is slow."""
-        plain = self.composed(shape, arrangement, cut, frozenset())
+        plain = self.composed(shape, cut, frozenset())
         costs = plain.stage_costs
         stages = zip(costs.activation, costs.forward, costs.backward, strict=True)
         if not plain.lacks or any(size / costs.host > turn + back for size, turn, back in stages):
@@ -134,7 +109,7 @@ class Fitting:
                 moved = offload(order, keep=keep, ahead=costs.ahead)
             except ScheduleError:
                 return None
-            candidate = self.composed(shape, arrangement, cut, frozenset(), moved)
+            candidate = self.composed(shape, cut, frozenset(), moved)
         return candidate
 
     def _to_compute_again(self, candidate: Candidate) -> set[int]:
@@ -165,49 +140,43 @@ class Fitting:
     def composed(
         self,
         shape: PlanShape,
-        arrangement: Arrangement,
         cut: Cut,
         again: frozenset[int],
         searched: Schedule | None = None,
     ) -> Candidate:
         """A candidate in which these units are recomputed, whether it fits or not."""
-        order = Order(searched) if searched else order_of(shape, arrangement)
+        order = Order(searched) if searched else order_of(shape)
         assert order is not None
-        schedule, states = order.schedule, self._wanted.states
-        pipelines = self._pipelines(shape.samples, arrangement.pipelines)
-        costs = {one: one.stages(cut, schedule.placement, again, states) for one in {*pipelines}}
+        ranks, schedule = self._ranks(shape.samples, shape.ranks), order.schedule
+        costs = ranks.stages(cut, schedule.placement, again, self._wanted.states)
         if shape.recompute == OFFLOAD:
-            costs = {one: replace(of, host=self._wanted.host) for one, of in costs.items()}
-        bounds = {one: _bound(schedule, of) for one, of in costs.items()}
-        # What ranks hold does not depend on how fast they are.
-        peaks = order.peaks(costs[pipelines[0]])
-        limits = self.limits(arrangement.pipelines)
+            costs = replace(costs, host=self._wanted.host)
+        peaks = order.peaks(costs)
         lacks = tuple(
-            max(0.0, most - (limit or math.inf)) for most, limit in zip(peaks, limits, strict=True)
+            max(0.0, most - (limit or math.inf))
+            for most, limit in zip(peaks, self.limits(shape.ranks), strict=True)
         )
         if any(lacks) and (self.least is None or max(peaks) < self.least[0]):
             self.least = max(peaks), shape
-        reduce = self._seconds_to_reduce(arrangement, schedule.placement, costs[pipelines[0]])
+        reduce = self._seconds_to_reduce(shape, schedule.placement, costs)
         return Candidate(
-            shape,
-            arrangement,
-            cut,
-            again,
-            costs=tuple(costs[one] for one in pipelines),
+            shape, cut, again,
+            stage_costs=costs,
             memory=peaks,
             lacks=lacks if any(lacks) else (),
             reduce=reduce,
-            bound=max(bounds.values()) + reduce,
+            bound=_bound(schedule, costs) + reduce,
             searched=searched,
-        )
+        )  # fmt: skip
 
     def _seconds_to_reduce(
-        self, arrangement: Arrangement, placement: Placement, costs: StageCosts
+        self, shape: PlanShape, placement: Placement, costs: StageCosts
     ) -> float:
         """How long the replicas take to sum gradients in a ring, for the rank with the most."""
-        replicas, most = len(arrangement.pipelines), 0.0
-        for rank, ring in enumerate(zip(*arrangement.pipelines, strict=True)):
-            wires = [self._wire(a, b) for a, b in pairwise((*ring, ring[0]))]
+        replicas, most = shape.replicas, 0.0
+        for rank in range(shape.ranks):
+            ring = range(rank, self._wanted.devices, shape.ranks)
+            wires = [self._wire(a, b) for a, b in pairwise((*ring, rank))]
             latency, bandwidth = max(late for late, _ in wires), min(rate for _, rate in wires)
             size = sum(costs.kinds[stage]["gradients"] for stage in placement.stages_on(rank))
             most = max(most, 2 * (replicas - 1) * (size / replicas / bandwidth + latency))
@@ -216,14 +185,9 @@ class Fitting:
     # ---- simulation
 
     def timed(self, candidate: Candidate) -> Candidate:
-        """The candidate after a simulation of its step, in which replicas wait for the slowest."""
-        schedule = candidate.plain_schedule
-        known = {id(costs): seconds_of(schedule, costs) for costs in candidate.costs}
-        seconds = [known[id(costs)] for costs in candidate.costs]
-        longest = max(seconds)
-        return replace(
-            candidate, seconds=longest + candidate.reduce, slowest=seconds.index(longest)
-        )
+        """The candidate after a simulation of its step."""
+        seconds = seconds_of(candidate.plain_schedule, candidate.stage_costs)
+        return replace(candidate, seconds=seconds + candidate.reduce)
 
 
 def seconds_of(schedule: Schedule, costs: StageCosts) -> float:

@@ -1,22 +1,17 @@
-"""What a recorded step says of the costs that a plan was made from, and a plan made again from that."""
+"""What a recorded step says of the costs that a plan was made from."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median, median_low
-from typing import Any
+from dataclasses import replace
+from statistics import median
 
 from penstock.errors import UsageError
-from penstock.plan.choice import Plan, seconds_as_text
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import KINDS, Profile, cut_of, runs_of
-from penstock.plan.devices import Device
-from penstock.plan.ranks import units_on
-from penstock.plan.searching import Plans, plan_for, search
+from penstock.plan.ranks import ranks_of
 from penstock.schedule import Placement, Schedule, Timeline, costs_of
-from penstock.schedule.comparing import SLOWER
+from penstock.schedule.comparing import SLOWER, relative
 
 
 def correct(
@@ -55,9 +50,10 @@ def correct(
             f"the step had {placement.stages} stages on {placement.ranks} ranks; give the stages= that ran, "
             "and the cluster that they ran on"
         )
-    units = units_on(profile, samples, placement.ranks, cluster)
-    cut = cut_of([unit.path for unit in units[0].units], stages)
-    expected = units[0].stages(cut, placement, on=units).costs
+    ranks = ranks_of(profile, samples, placement.ranks, placement.ranks, cluster)
+    count = len(ranks.units[0].units)
+    cut = cut_of([unit.path for unit in ranks.units[0].units], stages)
+    expected = ranks.units[0].stages(cut, placement, on=ranks.units).costs
     took = costs_of(len(stages), timeline)
     ratios = [
         _ratios(*(
@@ -67,13 +63,13 @@ def correct(
         for stage in range(len(stages))
     ]  # fmt: skip
     paces = {} if cluster is None else _paces(ratios, placement)
-    before = profile.factors or ({},) * len(units[0].units)
+    before = profile.factors or ({},) * count
     factors = tuple(
         {
             kind: before[unit].get(kind, 1.0) * ratio / paces.get(placement.rank_of[stage], 1.0)
             for kind, ratio in ratios[stage].items()
         }
-        for stage, run in enumerate(runs_of(cut, len(units[0].units)))
+        for stage, run in enumerate(runs_of(cut, count))
         for unit in run
     )
     if cluster is not None:
@@ -96,96 +92,7 @@ def _ratios(took: Mapping[str, float], expected: Mapping[str, float]) -> dict[st
 
 def _paces(ratios: Sequence[Mapping[str, float]], placement: Placement) -> dict[int, float]:
     """By how much ranks are slower or faster than most, if that is more than chance."""
-    each = {
-        rank: median(r for stage in placement.stages_on(rank) for r in ratios[stage].values())
-        for rank in range(placement.ranks)
-    }
-    usual = median_low(each.values())
-    paces = {rank: ratio / usual for rank, ratio in each.items()}
+    of_stages = {stage: median(each.values()) for stage, each in enumerate(ratios)}
+    each = relative(of_stages, placement)
+    paces = {rank: median(stages.values()) for rank, stages in enumerate(each)}
     return {rank: pace for rank, pace in paces.items() if not 1 / SLOWER < pace < SLOWER}
-
-
-@dataclass(frozen=True)
-class Replanned:
-    """A plan that ran, by the costs that its step showed, and what is planned by them now.
-
-    Args:
-        old: the plan that ran.
-        plans: the plans now, the fastest first.
-        cluster: the ranks, as the step showed them.
-    """
-
-    old: Plan
-    plans: Plans
-    cluster: Cluster
-
-    @property
-    def gain(self) -> float:
-        """How many times as long a step of the old plan takes."""
-        return self.old.seconds / self.plans[0].seconds
-
-    def __str__(self) -> str:
-        best, usual = self.plans[0], min((d.pace for d in self.cluster.devices), default=0.0)
-        slow = [
-            f"rank {rank} takes {device.pace / usual:.2f} times as long for the same work"
-            for rank, device in enumerate(self.cluster.devices)
-            if usual and device.pace > SLOWER * usual
-        ]
-        cuts = [
-            f"{what}: {plan.shape.schedule}, {', '.join(' to '.join(_ends(s)) for s in plan.stages)}: "
-            f"{seconds_as_text(plan.seconds)} a step"
-            for what, plan in (("old cut", self.old), ("new cut", best))
-        ]
-        return "\n".join([str(self.plans), *slow, *cuts, f"gain: {self.gain:.2f} x"])
-
-
-def _ends(paths: Sequence[str]) -> list[str]:
-    return [paths[0]] if len(paths) == 1 else [paths[0], paths[-1]]
-
-
-def plan_again(
-    profile: Profile, old: Plan, timeline: Timeline, cluster: Cluster | None = None, **asked: Any
-) -> Replanned:
-    """Plan again, by what a recorded step of a plan has shown of its units and ranks.
-
-    Args:
-        profile: the costs of the units.
-        old: the plan that ran.
-        timeline: the recorded step: ``result.timeline``.
-        cluster: the ranks that it ran on; by default ranks that are alike.
-        asked: as for ``search``; by default for as many ranks and microbatches as before.
-
-    Raises:
-        UsageError: the plan is not for this model, or for more ranks than there are.
-    """
-    samples = old.shape.samples
-    corrected, seen = correct(
-        profile, timeline, old.schedule, old.stages, samples=samples,
-        cluster=cluster or _alike(profile, old.ranks),
-    )  # fmt: skip
-    assert seen is not None
-    batch = asked.pop("batch", old.microbatches * samples * old.replicas)
-    default = {"pipeline": old.ranks, "microbatches": old.microbatches}
-    plans = search(corrected, cluster=seen, batch=batch, **{**default, **asked})
-    again = plan_for(
-        corrected, old.schedule, old.stages, batch=old.microbatches * samples, cluster=seen
-    )
-    return Replanned(replace(again, shape=old.shape), plans, seen)
-
-
-def _alike(profile: Profile, ranks: int) -> Cluster:
-    """Ranks that have the device and the messages of a profile, whatever that computes in a second."""
-    device = Device(
-        profile.device,
-        {"float32": 1.0},
-        profile.memory,
-        1.0,
-        node=profile.node or sys.maxsize,
-        link_latency=profile.latency,
-        link_bandwidth=profile.bandwidth,
-        network_latency=profile.network[0],
-        network_bandwidth=profile.network[1],
-        pace=1.0,
-        alone=1.0,
-    )
-    return Cluster((device,) * ranks, handling=profile.handling)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, Wire
+from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts
 from penstock.schedule import Placement
 
 
@@ -18,14 +17,14 @@ class PipelineRanks:
 
     Args:
         units: what the units cost on each rank.
-        wire: the latency and bandwidth of messages between ranks.
-        links: where they differ from these.
+        usual: the latency and bandwidth of messages between ranks.
+        wire: those from one rank to another, where they differ.
         handling: how long a rank is busy with a message, whatever its size, and with each byte of it.
     """
 
     units: tuple[UnitCosts, ...]
-    wire: tuple[float, float]
-    links: tuple[Wire, ...]
+    usual: tuple[float, float]
+    wire: Callable[[int, int], tuple[float, float]] | None
     handling: tuple[float, float]
 
     @cached_property
@@ -44,41 +43,42 @@ class PipelineRanks:
             placement,
             recompute=again,
             states=states,
-            latency=self.wire[0],
-            bandwidth=self.wire[1],
+            latency=self.usual[0],
+            bandwidth=self.usual[1],
             handling=self.handling[0],
             copying=self.handling[1],
             on=self.units,
-            links=self.links,
+            wire=self.wire,
         )
 
 
-def units_on(
-    profile: Profile, samples: int, devices: int, cluster: Cluster | None
-) -> tuple[UnitCosts, ...]:
-    """The costs of a microbatch on each of so many devices, or on those of a cluster."""
-    if cluster is None:
-        return (profile.at(samples),) * devices
-    return profile.on_all(samples, cluster.devices)
-
-
 def ranks_of(
-    profile: Profile, units: Sequence[UnitCosts], ranks: Sequence[int], cluster: Cluster | None
+    profile: Profile, samples: int, ranks: int, devices: int, cluster: Cluster | None
 ) -> PipelineRanks:
-    """The ranks of a pipeline that some of the devices form.
+    """The ranks of a pipeline, of which each is as slow as the slowest device that does its work.
 
     Args:
         profile: the profile of the model.
-        units: what the units cost on each device, as from ``units_on``.
-        ranks: the devices that form the pipeline.
+        samples: the number of samples in a microbatch.
+        ranks: how many of the devices form a pipeline, one after the other; the next ones are its replica.
+        devices: the number of devices.
         cluster: the devices, if they may differ.
     """
-    on, wire = tuple(units[rank] for rank in ranks), profile.wire(len(units))
     if cluster is None:
-        return PipelineRanks(on, wire, (), (profile.handling, 0.0))
-    pairs = permutations(range(len(ranks)), 2)
-    links = tuple((a, b, *cluster.wire(ranks[a], ranks[b])) for a, b in pairs)
-    return PipelineRanks(on, wire, links, (cluster.handling, cluster.copying))
+        units = (profile.at(samples),) * ranks
+        return PipelineRanks(units, profile.wire(devices), None, (profile.handling, 0.0))
+    each, starts = profile.on_all(samples, cluster.devices), range(0, devices, ranks)
+    slowest = (
+        max((each[start + rank] for start in starts), key=lambda units: sum(least_work(units)))
+        for rank in range(ranks)
+    )
+
+    def wire(source: int, target: int) -> tuple[float, float]:
+        wires = [cluster.wire(start + source, start + target) for start in starts]
+        return max(late for late, _ in wires), min(rate for _, rate in wires)
+
+    handling = cluster.handling, cluster.copying
+    return PipelineRanks(tuple(slowest), profile.wire(devices), wire, handling)
 
 
 def least_work(costs: UnitCosts, *, twice: bool = False) -> list[float]:

@@ -1,9 +1,8 @@
 """Find the fastest plans that fit: list the candidates, simulate the most promising, and improve the best.
 
-A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to recompute; on
-a cluster also which ranks form the pipelines, and in which order. It is cut so that its ranks take equally
-long. Its bound is a time that no order of its actions beats; those with the least bounds are simulated, until
-no other can be among the best.
+A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to recompute. It
+is cut so that its ranks take equally long. Its bound is a time that no order of its actions beats; those with
+the least bounds are simulated, until no other can be among the best.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from time import monotonic
 
 from penstock._engine.values import bytes_as_text
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.candidates import (
-    Arrangement,
     Candidate,
     Wanted,
     divisors,
@@ -35,13 +33,12 @@ from penstock.plan.choice import (
     Plan,
     PlanShape,
     row_of,
-    seconds_as_text,
 )
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.plan.devices import Device
 from penstock.plan.fitting import Fitting, seconds_of
-from penstock.plan.ranks import ranks_of, units_on
+from penstock.plan.ranks import ranks_of
 from penstock.plan.report import report_of
 from penstock.schedule import Placement, Schedule, compute_only
 from penstock.schedule import search as search_schedule
@@ -64,14 +61,12 @@ class Plans:
         profile: the profile that the plans were made from.
         looked_at: the number of candidates.
         simulated: the number of simulated candidates; the others have a larger bound, or do not fit.
-        why: what the best plan for a cluster gains by its choices, in sentences.
     """
 
     plans: tuple[Plan, ...]
     profile: Profile = field(repr=False)
     looked_at: int = 0
     simulated: int = 0
-    why: tuple[str, ...] = ()
 
     def __getitem__(self, index: int) -> Plan:
         return self.plans[index]
@@ -92,7 +87,7 @@ class Plans:
             "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True))
             for row in rows
         )
-        return "\n".join([*map(str.rstrip, lines), self._basis(), *self.why])
+        return "\n".join([*map(str.rstrip, lines), self._basis()])
 
     def _basis(self) -> str:
         kind = "measured on" if self.profile.measured else "predicted for"
@@ -126,7 +121,6 @@ def search(  # noqa: PLR0913 - the whole question, by name
     host_bandwidth: float | None = None,
     keep: int = KEPT,
     seconds: float = 10.0,
-    even: bool = False,
 ) -> Plans:
     """Find the fastest ways to run a model.
 
@@ -136,8 +130,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
         batch: the samples of a step.
         ranks: the number of devices; with ``cluster=``, all of that.
         cluster: the devices, if they differ, with their links. Stages then take equally long, not equally
-            much; ranks may work in another order than their own, and some may be left out. A profile that
-            was measured is taken to be of the first one, while the others waited.
+            much. A profile that was measured is taken to be of the first device, while the others waited.
         memory: the bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
         schedules: the names to choose from; by default every schedule of the library that trains.
         pipeline: the numbers of ranks in a pipeline to try; the other ranks form replicas, each with its
@@ -153,8 +146,6 @@ def search(  # noqa: PLR0913 - the whole question, by name
             stay on the device.
         keep: the number of plans to return.
         seconds: how long to improve the best plan at the end, by moving cuts and searching schedules.
-        even: whether to treat the ranks of a cluster as if they were alike: all of them, in their order, with
-            even cuts.
 
     Returns:
         The plans, the fastest first.
@@ -195,7 +186,6 @@ def search(  # noqa: PLR0913 - the whole question, by name
         states=float(states),
         keep=whole("keep", keep),
         cluster=cluster,
-        even=even,
         host=host or math.inf,
     )
     wanted.check()
@@ -232,9 +222,8 @@ def plan_for(
     plain = compute_only(schedule)
     # As a batch is split: the first microbatches are larger if it does not divide evenly.
     samples = -(-whole("batch", batch) // plain.microbatches)
-    units = units_on(profile, samples, plain.ranks, cluster)
-    ranks = ranks_of(profile, units, range(plain.ranks), cluster)
-    cut = cut_of([unit.path for unit in units[0].units], stages)
+    ranks = ranks_of(profile, samples, plain.ranks, plain.ranks, cluster)
+    cut = cut_of([unit.path for unit in ranks.units[0].units], stages)
     costs = ranks.stages(cut, plain.placement, states=states)
     laps = max(1, plain.stages // plain.ranks)
     wired = plain.with_edges(costs.edges)
@@ -264,9 +253,7 @@ class _PlanSearch:
         self._profile, self._wanted = profile, wanted
         self._fitting = Fitting(profile, wanted)
         # If the costs of no size are known yet, any size to be planned will do.
-        sizes = sorted(
-            profile.known or {s.samples for t in wanted.teams() for s in wanted.shapes(len(t))}
-        )
+        sizes = sorted(profile.known or {shape.samples for shape in wanted.shapes()})
         if not sizes:
             raise UsageError(
                 f"batch={wanted.batch} cannot be divided among {wanted.devices} ranks as asked: each "
@@ -288,44 +275,23 @@ class _PlanSearch:
             best = sorted(best, key=lambda each: each.rank)[:keep]
         if not best:
             raise UsageError(self._why_none())
-        why = tuple(self._why(best[0], listed))
         if seconds:
             best += self._improved(best[0], monotonic() + seconds)
         best.sort(key=lambda each: each.rank)
         plans = tuple(map(self._plan, best[:keep]))
-        return Plans(plans, self._profile, looked_at, simulated, why)
+        return Plans(plans, self._profile, looked_at, simulated)
 
     def _listed(self) -> tuple[list[Candidate], int]:
         """The candidates that fit, the least bound first, and how many were looked at."""
-        wanted, candidate = self._wanted, self._fitting.candidate
-        tried = [
-            (shape, team)
-            for team in wanted.teams()
-            for shape in wanted.shapes(len(team), self._units)
-        ]
-        fitting = (
-            candidate(shape, islice(wanted.arrangements(team, shape), 1)) for shape, team in tried
-        )
-        listed = sorted(filter(None, fitting), key=lambda each: each.bound)
-        # All ways to use the devices are tried where that may matter.
-        best = [self._rearranged(each) for each in listed[:SIMULATED]]
-        return sorted([*best, *listed[SIMULATED:]], key=lambda each: each.bound), len(tried)
-
-    def _rearranged(self, candidate: Candidate) -> Candidate:
-        """The most promising candidate of the same shape, on the same devices."""
-        devices, shape = candidate.arrangement.devices, candidate.shape
-        others = islice(self._wanted.arrangements(devices, shape), 1, None)
-        other = self._fitting.candidate(shape, others)
-        return other if other is not None and other.bound < candidate.bound else candidate
+        tried = list(self._wanted.shapes(self._units))
+        fitting = filter(None, map(self._fitting.candidate, tried))
+        return sorted(fitting, key=lambda each: each.bound), len(tried)
 
     def _plan(self, candidate: Candidate) -> Plan:
-        shape, arrangement = candidate.shape, candidate.arrangement
+        shape, costs, searched = candidate.shape, candidate.stage_costs, candidate.searched
         units = self._fitting.units(shape.samples).units
         runs = runs_of(candidate.cut, len(units))
-        costs, schedule = candidate.stage_costs, None
-        if candidate.searched is not None or not arrangement.is_plain:
-            schedule = candidate.plain_schedule.with_edges(costs.edges)
-        limits = {self._wanted.limits[device] for device in arrangement.devices}
+        limits = {*self._wanted.limits}
         return Plan(
             shape=shape,
             stages=tuple(tuple(units[number].path for number in run) for run in runs),
@@ -336,11 +302,8 @@ class _PlanSearch:
             limit=limits.pop() if len(limits) == 1 else 0.0,
             tokens=self._wanted.batch * (self._profile.tokens or 1),
             stage_costs=costs,
-            custom=schedule,
-            devices=arrangement.devices if self._wanted.cluster else (),
+            custom=None if searched is None else searched.with_edges(costs.edges),
         )
-
-    # ---- why
 
     def _why_none(self) -> str:
         wanted, least = self._wanted, self._fitting.least
@@ -363,47 +326,17 @@ class _PlanSearch:
             "recompute='all' need less"
         )
 
-    def _why(self, best: Candidate, listed: Sequence[Candidate]) -> Iterator[str]:
-        """In sentences, what a plan for a cluster gains by its choices."""
-        cluster, arrangement = self._wanted.cluster, best.arrangement
-        if cluster is None or self._wanted.even:
-            return
-        plain = [Arrangement(arrangement.devices, tuple(range(best.shape.ranks)))]
-        if left_out := sorted({*range(len(cluster))} - {*arrangement.devices}):
-            all_used = (one for one in listed if len(one.arrangement.devices) == len(cluster))
-            named = ", ".join(f"{rank} ({cluster.devices[rank].name})" for rank in left_out)
-            other = self._beside(next(all_used, None), best, "a step takes", "nothing fits")
-            yield f"ranks left out: {named}; with all of them {other}"
-        if not arrangement.is_plain:
-            order = ", ".join(str(arrangement.pipelines[0][rank]) for rank in arrangement.order)
-            in_order = self._fitting.candidate(best.shape, plain)
-            other = self._beside(in_order, best, "a step takes", "nothing fits")
-            yield f"the stages go through ranks {order}; in their own order {other}"
-        even = Fitting(self._profile, replace(self._wanted, even=True))
-        other = self._beside(even.candidate(best.shape, plain), best, "takes", "does not fit")
-        yield f"the same with even stages, in the ranks' own order, {other}"
-
-    def _beside(self, other: Candidate | None, best: Candidate, takes: str, nothing: str) -> str:
-        """How much longer another candidate takes than the best one, in words."""
-        if other is None:
-            return nothing
-        seconds = self._fitting.timed(other).seconds
-        return (
-            f"{takes} {seconds_as_text(seconds)}, {seconds / best.seconds:.2f} times as long as "
-            f"{seconds_as_text(best.seconds)}"
-        )
-
     # ---- improving the best
 
     def _improved(self, best: Candidate, until: float) -> Iterator[Candidate]:
         """The candidate with units moved from stage to stage while that helps, and with a searched order."""
         tried, start = {best.cut}, best
-        while monotonic() < until and not self._wanted.even:
+        while monotonic() < until:
             cut = next((cut for cut in _near(best.cut, self._units) if cut not in tried), None)
             if cut is None:
                 break
             tried.add(cut)
-            other = self._fitting.fitted(best.shape, best.arrangement, cut)
+            other = self._fitting.fitted(best.shape, cut)
             if other is not None and other.bound < best.seconds:
                 other = self._fitting.timed(other)
                 best = other if other.seconds < best.seconds * (1 - 1e-9) else best
@@ -412,13 +345,11 @@ class _PlanSearch:
 
     def _searched(self, candidate: Candidate, until: float) -> Candidate | None:
         """The candidate with a schedule searched for its costs, if that is faster."""
-        shape, costs, arrangement = candidate.shape, candidate.stage_costs, candidate.arrangement
+        shape, costs = candidate.shape, candidate.stage_costs
         if shape.forwards > LARGEST_SEARCH or shape.ranks == 1 or monotonic() > until:
             return None
-        placement, limits = (
-            candidate.plain_schedule.placement,
-            self._fitting.limits(arrangement.pipelines),
-        )
+        placement = candidate.plain_schedule.placement
+        limits = self._fitting.limits(shape.ranks)
         room = [_room(placement, costs, rank, limit) for rank, limit in enumerate(limits)]
         if any(limits) and min(room) <= 0:
             return None
@@ -435,7 +366,7 @@ class _PlanSearch:
         except ScheduleError:
             return None
         shape = replace(shape, schedule=SEARCHED)
-        other = self._fitting.composed(shape, arrangement, candidate.cut, candidate.again, schedule)
+        other = self._fitting.composed(shape, candidate.cut, candidate.again, schedule)
         if other.lacks:
             return None
         other = self._fitting.timed(other)

@@ -46,11 +46,9 @@ if TYPE_CHECKING:
     from penstock.schedule.passes import compute_only as compute_only
     from penstock.schedule.passes import merge_backward as merge_backward
     from penstock.schedule.passes import offload as offload
-    from penstock.schedule.passes import on_ranks as on_ranks
     from penstock.schedule.passes import prefetch as prefetch
     from penstock.schedule.passes import reduce_gradients as reduce_gradients
     from penstock.schedule.passes import wait_for_sends as wait_for_sends
-    from penstock.schedule.reading import Limits as Limits
     from penstock.schedule.searching import lower_bound as lower_bound
     from penstock.schedule.searching import search as search
     from penstock.schedule.simulation import Gap as Gap

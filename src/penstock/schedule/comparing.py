@@ -6,23 +6,21 @@ Only what actions take counts, not what ranks wait: a rank that waits for a slow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from operator import mul
 from statistics import fmean, median, median_low
 from typing import Any, Literal
 
 from penstock.schedule.action import COMPUTE_OPS, Op
-from penstock.schedule.base import Schedule
+from penstock.schedule.base import Placement, Schedule
 from penstock.schedule.clock import COST_OF, Costs, durations
-from penstock.schedule.simulation import simulate
 from penstock.schedule.timeline import Timeline
 
 SLOWER = 1.25
 """What takes so many times as long as the rest of the step is slow."""
 MATTERS = 0.02
-"""What costs a step a smaller share of its time is not reported."""
+"""What is slower by a smaller share of the step is not reported."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Slow:
         rank: the rank.
         stages: the stages concerned.
         factor: how many times as long as predicted it takes, relative to the rest of the step.
-        seconds: what it costs the step.
+        seconds: how much longer it computes in a step than if it took as long as the rest.
         share: the same as a share of the step.
     """
 
@@ -53,8 +51,8 @@ class Slow:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} takes {self.factor:.2f} times as long as predicted, relative to the rest; this "
-            f"costs the step {self.seconds * 1e3:.3g} ms ({self.share:.0%})"
+            f"{self.name} takes {self.factor:.2f} times as long as predicted, relative to the rest: "
+            f"{self.seconds * 1e3:.3g} ms more ({self.share:.0%} of the step)"
         )
 
 
@@ -89,21 +87,49 @@ def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[S
     with the others.
 
     Args:
-        schedule: the schedule of the step, with its messages.
-        costs: what its actions and messages should take.
+        schedule: the schedule of the step.
+        costs: what its actions should take.
         timelines: the step as it was recorded, once or several times: what is slow is so in all of them.
     """
     expected = durations(costs, schedule.stages)
     took, should = [0.0] * schedule.stages, [0.0] * schedule.stages
     for (op, stage), each in _durations_in(*timelines).items():
-        took[stage] += len(each) * _middle(each)
-        should[stage] += len(each) * expected[op][stage]
+        took[stage] += len(each) * _middle(each) / len(timelines)
+        should[stage] += len(each) * expected[op][stage] / len(timelines)
     ratios = {n: took[n] / should[n] for n in range(schedule.stages) if took[n] and should[n]}
     if len(ratios) < 2:
         return ()
-    step = _MeasuredStep(schedule, costs, ratios)
-    slow = [one for one in step.slow() if one.share >= MATTERS]
-    return tuple(sorted(slow, key=lambda one: -one.seconds))
+    step, found = fmean(map(_longest, timelines)), list[Slow]()
+
+    def note(kind: Literal["rank", "stage"], rank: int, factors: Mapping[int, float]) -> None:
+        more = sum(took[stage] * (1 - 1 / factor) for stage, factor in factors.items())
+        if more >= MATTERS * step:
+            factor = median(factors.values())
+            found.append(Slow(kind, rank, tuple(factors), factor, more, more / step))
+
+    for rank, factors in enumerate(relative(ratios, schedule.placement)):
+        slow = {stage: factor for stage, factor in factors.items() if factor > SLOWER}
+        if slow and len(slow) == len(factors):
+            note("rank", rank, slow)
+            continue
+        for stage, factor in slow.items():
+            note("stage", rank, {stage: factor})
+    return tuple(sorted(found, key=lambda one: -one.seconds))
+
+
+def relative(ratios: Mapping[int, float], placement: Placement) -> list[dict[int, float]]:
+    """For each rank, how much longer each of its stages takes than those of most ranks.
+
+    Args:
+        ratios: how many times as long as it should each stage has taken.
+        placement: which rank holds which stage.
+    """
+    ranks = [
+        {stage: ratios[stage] for stage in placement.stages_on(rank) if stage in ratios}
+        for rank in range(placement.ranks)
+    ]
+    usual = median_low([median(each.values()) for each in ranks if each])
+    return [{stage: ratio / usual for stage, ratio in each.items()} for each in ranks]
 
 
 def _durations_in(*timelines: Timeline) -> dict[tuple[Op, int], list[float]]:
@@ -121,56 +147,13 @@ def _durations_in(*timelines: Timeline) -> dict[tuple[Op, int], list[float]]:
     return alone
 
 
+def _longest(timeline: Timeline) -> float:
+    """How long the step takes on the rank that is longest at it: the clocks of ranks differ."""
+    rows = filter(None, map(timeline.of_rank, range(timeline.ranks)))
+    return max((max(span.end for span in row) - row[0].start for row in rows), default=0.0)
+
+
 def _middle(seconds: Sequence[float]) -> float:
     """The mean without the quarters at both ends: a pause of the machine makes nobody slow."""
     cut = len(seconds) // 4
     return fmean(sorted(seconds)[cut : len(seconds) - cut])
-
-
-class _MeasuredStep:
-    """A step as it was, in simulation: what it takes, and would take.
-
-    Args:
-        schedule: its schedule.
-        costs: what its actions should take.
-        ratios: how many times as long each stage took.
-    """
-
-    def __init__(self, schedule: Schedule, costs: Costs, ratios: Mapping[int, float]) -> None:
-        self._schedule, self._costs, self._ratios = schedule, costs, ratios
-        placement = schedule.placement
-        self._ranks = [
-            {stage: ratios[stage] for stage in placement.stages_on(rank) if stage in ratios}
-            for rank in range(placement.ranks)
-        ]
-        # The ratio that most ranks have.
-        self._usual = median_low([median(each.values()) for each in self._ranks if each])
-
-    def slow(self) -> Iterator[Slow]:
-        """The slow ranks, and the slow stages of others."""
-        for rank, ratios in enumerate(self._ranks):
-            slow = {n: ratio / self._usual for n, ratio in ratios.items()}
-            slow = {n: factor for n, factor in slow.items() if factor > SLOWER}
-            if slow and len(slow) == len(ratios):
-                yield self._costing("rank", rank, tuple(slow), median(slow.values()))
-            else:
-                for stage, factor in slow.items():
-                    yield self._costing("stage", rank, (stage,), factor)
-
-    def _costing(
-        self, kind: Literal["rank", "stage"], rank: int, stages: tuple[int, ...], factor: float
-    ) -> Slow:
-        """A slow rank or stage, with what it costs."""
-        whole = self._seconds()
-        lost = whole - self._seconds(stages)
-        return Slow(kind, rank, stages, factor, lost, lost / whole)
-
-    def _seconds(self, usual: Collection[int] = ()) -> float:
-        """What the step takes, if some stages take what they should."""
-        factors = [
-            self._ratios.get(stage, self._usual) if stage not in usual else self._usual
-            for stage in range(self._schedule.stages)
-        ]
-        each = durations(self._costs, self._schedule.stages)
-        scaled: dict[str, Any] = {COST_OF[op]: list(map(mul, each[op], factors)) for op in each}
-        return simulate(self._schedule, replace(self._costs, **scaled)).makespan

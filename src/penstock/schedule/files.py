@@ -24,7 +24,7 @@ from penstock.schedule.base import (
     chain,
     flat,
 )
-from penstock.schedule.reading import DEFAULT, SUFFIXES, Limits, read_text
+from penstock.schedule.reading import MOST_ACTIONS, MOST_RANKS, SUFFIXES, read_text
 
 _SHOWN, _LONGEST_NAME = 60, 200
 """The most characters that an error shows of an invalid text, and the most of a name."""
@@ -42,7 +42,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
     file.write_text(text, encoding="utf-8", newline="")
 
 
-def load(path: str | Path, *, limits: Limits = DEFAULT) -> Schedule:
+def load(path: str | Path) -> Schedule:
     """Read a schedule from a ``.csv`` or ``.json`` file; ``validate`` reports whether it completes.
 
     Raises:
@@ -51,11 +51,11 @@ def load(path: str | Path, *, limits: Limits = DEFAULT) -> Schedule:
     """
     file = Path(path)
     suffix = _suffix(file)
-    text = read_text(file, limits)
+    text = read_text(file)
     try:
         if suffix == ".json":
-            return from_json(text, limits=limits)
-        return from_csv(text, name=printable(file.stem, keep=""), limits=limits)
+            return from_json(text)
+        return from_csv(text, name=printable(file.stem, keep=""))
     except InputFileError as error:
         raise InputFileError(f"{file}: {error}") from error
 
@@ -67,20 +67,19 @@ def _suffix(path: Path) -> str:
     return suffix
 
 
-def _entries(rows: list[list[str]], where: str, first: int, limits: Limits) -> Iterator[Program]:
+def _entries(rows: list[list[str]], where: str, first: int) -> Iterator[Program]:
     """Parse each row of texts as a program; empty texts are bubbles and are left out.
 
     Args:
         rows: a row for each rank.
         where: the place of a text in an error: a format of ``row`` and ``column``, counted from ``first``.
         first: the number of the first row and column.
-        limits: limits on the numbers of ranks and actions.
     """
     count = sum(map(len, rows))
-    if len(rows) > limits.ranks:
-        raise InputFileError(f"{len(rows)} ranks: more than {limits.ranks}, see Limits.ranks")
-    if count > limits.actions:
-        raise InputFileError(f"{count} actions: more than {limits.actions}, see Limits.actions")
+    if len(rows) > MOST_RANKS:
+        raise InputFileError(f"{len(rows)} ranks: more than {MOST_RANKS}")
+    if count > MOST_ACTIONS:
+        raise InputFileError(f"{count} actions: more than {MOST_ACTIONS}")
     for row, texts in enumerate(rows, first):
         program: list[Entry] = []
         for column, text in enumerate(texts, first):
@@ -99,12 +98,11 @@ def _entry(text: str, where: str, row: int, column: int) -> Entry:
         ) from error
 
 
-def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
-    """Refuse so many microbatches that their forwards alone exceed the limits."""
-    if stages * microbatches > limits.actions:
+def _check_microbatches(stages: int, microbatches: int) -> None:
+    """Refuse so many microbatches that their forwards alone exceed the limit."""
+    if stages * microbatches > MOST_ACTIONS:
         raise InputFileError(
-            f"{microbatches} microbatches of {stages} stages: more than {limits.actions} forwards, "
-            "see Limits.actions"
+            f"{microbatches} microbatches of {stages} stages: more than {MOST_ACTIONS} forwards"
         )
 
 
@@ -126,13 +124,12 @@ def to_csv(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Schedule:
+def from_csv(text: str, *, name: str = "CSV") -> Schedule:
     """Read a schedule from CSV; empty cells are bubbles and are left out.
 
     Args:
         text: the CSV, one row per rank.
         name: the name of the schedule.
-        limits: limits on its size.
 
     Raises:
         InputFileError: a cell is not an action, or the rows are not a schedule; the message names row,
@@ -147,7 +144,7 @@ def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Sched
         rows.pop()
     if not rows:
         raise InputFileError("no rows: expected one per rank")
-    programs = tuple(_entries(rows, "row {row}, column {column}", 1, limits))
+    programs = tuple(_entries(rows, "row {row}, column {column}", 1))
     placement = _placement(programs)
     actions = (action for program in programs for action in flat(program))
     named = {action.microbatch for action in actions}
@@ -155,7 +152,7 @@ def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Sched
     microbatches = 1 + max(
         (m.microbatch if isinstance(m, Slice) else m or 0 for m in named), default=0
     )
-    _check_microbatches(placement.stages, microbatches * slices, limits)
+    _check_microbatches(placement.stages, microbatches * slices)
     try:
         return Schedule(name, placement, microbatches, programs, slices=slices)
     except ScheduleError as error:
@@ -228,7 +225,7 @@ def to_json(schedule: Schedule) -> str:
     return f'{json.dumps(head, indent=1)[:-2]},\n "programs": [\n  {lines}\n ]\n}}\n'
 
 
-def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
+def from_json(text: str) -> Schedule:
     """Read a schedule from JSON.
 
     Raises:
@@ -243,12 +240,12 @@ def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
         if isinstance(error, InputFileError):
             raise
         raise InputFileError(f"not JSON: {error}") from error
-    programs = tuple(_entries(read.programs, "programs[{row}][{column}]", 0, limits))
+    programs = tuple(_entries(read.programs, "programs[{row}][{column}]", 0))
     stages = len(read.placement)
     beyond = next((rank for rank in read.placement if not 0 <= rank < stages), None)
     if beyond is not None:
         raise InputFileError(f"placement: {beyond} is not a rank of {stages} stages")
-    _check_microbatches(stages, read.microbatches * max(1, read.slices), limits)
+    _check_microbatches(stages, read.microbatches * max(1, read.slices))
     try:
         return Schedule(
             printable(read.name, keep="")[:_LONGEST_NAME],

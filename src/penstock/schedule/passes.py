@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from heapq import heappop, heappush
 
@@ -26,7 +25,7 @@ from penstock.schedule.action import (
     computes,
     halves,
 )
-from penstock.schedule.base import Placement, Schedule, flat, paused_collection
+from penstock.schedule.base import Schedule, flat, paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart, proofs
 
 AHEAD = 2
@@ -75,24 +74,6 @@ def _together(first: Entry, second: Entry) -> Action | None:
         return None
     weight = Action(first.stage, Op.W, first.microbatch)
     return Action(first.stage, Op.B, first.microbatch) if second == weight else None
-
-
-def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
-    """Give each rank's program and stages to another rank.
-
-    Args:
-        schedule: any schedule.
-        ranks: for each rank of the schedule, the rank that is to do its work.
-
-    Raises:
-        UsageError: they are not the ranks of the schedule, each once.
-    """
-    if sorted(ranks) != list(range(schedule.ranks)):
-        raise UsageError(f"ranks={list(ranks)}: must be {schedule.ranks} ranks from 0, each once")
-    placement = Placement(tuple(ranks[rank] for rank in schedule.placement.rank_of))
-    program_of = dict(zip(ranks, schedule.programs, strict=True))
-    programs = tuple(program_of[rank] for rank in range(schedule.ranks))
-    return replace(schedule, placement=placement, programs=programs)
 
 
 # ---- messages: spell them out

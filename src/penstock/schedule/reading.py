@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import InputFileError, printable
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits on what a schedule file may hold.
-
-    Attributes:
-        size: the most bytes in the file.
-        ranks: the most programs in the file.
-        actions: the most actions in all programs, including empty cells.
-    """
-
-    size: int = 256 * 2**20
-    ranks: int = 4096
-    actions: int = 10_000_000
-
-
-DEFAULT = Limits()
+MOST_BYTES, MOST_RANKS, MOST_ACTIONS = 256 * 2**20, 4096, 10_000_000
+"""The largest file that is read, and the most programs and actions of a schedule in one, with empty cells."""
 SUFFIXES = (".csv", ".json")
 
 
-def read_text(path: Path, limits: Limits) -> str:
+def read_text(path: Path) -> str:
     """Read the text of a file that is not too large.
 
     Raises:
@@ -38,16 +22,14 @@ def read_text(path: Path, limits: Limits) -> str:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            data = file.read(limits.size + 1) if is_regular else b""
+            data = file.read(MOST_BYTES + 1) if is_regular else b""
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise InputFileError(f"{printable(str(path))}: cannot be read: {why}") from error
     if not is_regular:
         raise InputFileError(f"{path}: is not a regular file, but a pipe, a device or a socket")
-    if len(data) > limits.size:
-        raise InputFileError(
-            f"{path}: larger than {limits.size} bytes; raise Limits.size to read it"
-        )
+    if len(data) > MOST_BYTES:
+        raise InputFileError(f"{path}: larger than {MOST_BYTES} bytes")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -242,20 +242,6 @@ class Simulation:
             cause = next(end for end in ends if numbered.rank[end] == numbered.rank[number])
         return numbered.action(cause, number)
 
-    @cached_property
-    def critical_path(self) -> tuple[Span, ...]:
-        """The computing actions, first to last, that determine how long the step takes."""
-        numbers = chain.from_iterable(self._rows)
-        number = max(numbers, key=self._end.__getitem__, default=None)
-        firsts = {program.start for program in self._numbered.programs}
-        path: list[int] = []
-        while number is not None:
-            path.append(number)
-            before = None if number in firsts else number - 1
-            number = before if self._cause[number] == ITS_TURN else self._cause[number]
-        spans = (self._spans_at(n) for n in reversed(path) if n < len(self._numbered.entries))
-        return tuple(s for s in chain.from_iterable(spans) if s.action.op in COMPUTE_OPS)
-
 
 def _summed(changes: Sequence[tuple[float, int, float]]) -> list[tuple[float, float]]:
     """The sums of changes from each time on; changes at one time are added in the order of their entries."""

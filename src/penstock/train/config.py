@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from penstock._engine.launchers import check_launcher
 from penstock.errors import ConfigError, InputFileError
 from penstock.schedule import Schedule, build
-from penstock.schedule.reading import DEFAULT, read_text
+from penstock.schedule.reading import read_text
 from penstock.train.runfolder import AUTO
 
 # ---- the table
@@ -319,7 +319,7 @@ def read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config={str(file)!r}: there is no such file; give the path of a TOML file"
         )
-    text = read_text(file, DEFAULT)
+    text = read_text(file)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -31,7 +31,7 @@ from penstock.errors import (
 from penstock.pipeline import Pipeline, SlowWarning
 from penstock.plan import Plan, Profile
 from penstock.schedule import Timeline, draw_svg
-from penstock.schedule.reading import DEFAULT, read_text
+from penstock.schedule.reading import read_text
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
 from penstock.train.display import say, summary
@@ -177,7 +177,7 @@ def _read_plan(config: TrainConfig, path: Path) -> Plan:
             f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
         )
     try:
-        plan = Plan.from_json(read_text(path, DEFAULT))
+        plan = Plan.from_json(read_text(path))
     except InputFileError as error:
         raise InputFileError(f"{path}: {error}") from error
     batch = plan.microbatches * plan.shape.samples * plan.replicas
