@@ -1150,6 +1150,19 @@ for name, (start, act, words) in HANDED.items():
     PROGRAMS[f"hands on {name}"] = Program(handing(start), acting(act), words, words, False)
 
 
+def by_reading(unit: Any, x: Tensor, c: Any) -> Any:
+    return torch.tanh(unit.lin(x) * len(c) + sum(c))
+
+
+@program(acting(by_reading), recomputed=True)
+def fills_a_list_that_units_read(m: Any, x: Tensor) -> Any:
+    c: list[Tensor] = []
+    for unit in m.l:
+        c.append(x.mean(0))
+        x = unit(x, c)
+    return x
+
+
 @program(acting(by_key))
 def hands_on_an_object_with_an_argument_in_it(m: Any, x: Tensor) -> Any:
     c: dict[str, Any] = {"x": x, "n": 0}

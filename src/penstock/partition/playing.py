@@ -18,7 +18,17 @@ from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
 from penstock.partition.score import Line, Note
 from penstock.partition.snapshot import replaced
-from penstock.partition.templates import GIVEN, VALUE, Number, bind, fill, takes_gradient
+from penstock.partition.templates import (
+    GIVEN,
+    VALUE,
+    Number,
+    bind,
+    contents,
+    fill,
+    known_in,
+    put_contents,
+    takes_gradient,
+)
 from penstock.partition.tree import ScoreTree
 from penstock.partition.writer import Writer
 from penstock.stage import StageCall
@@ -123,7 +133,8 @@ class Player:
         if line.changes or line.left or line.index in call.plan.kept:
             return run
         module = self._tree.units[line.what] if line.what in self._recomputes else None
-        again = _surroundings(note) if note.sets or note.context else None
+        held = [note.given[known[1]] for of in line.templates() for known in known_in(of)]
+        again = _surroundings(note, held) if note.sets or note.context or held else None
         return recomputed(run, module, line.what, again)
 
     def _to_send(self, line: Line, tensor: Any, look: Any, call: StageCall) -> Any:
@@ -332,14 +343,23 @@ class Values(dict[Any, Any]):
         return self._notes[number[0]].line.shown[number]
 
 
-def _surroundings(note: Note) -> Callable[[], Any]:
-    """What makes a context with the attributes and context variables of a call; others set them since."""
+def _surroundings(note: Note, held: Sequence[Any]) -> Callable[[], Any]:
+    """What makes a context with all that is around a call now, and that others change later.
+
+    Args:
+        note: the call, with the attributes and context variables that the author's code has set for it.
+        held: the author's lists, dictionaries and objects among its arguments.
+    """
     sets = [(vars(part), name, vars(part)[name]) for part, name in note.sets]
+    before = [(thing, contents(thing)) for thing in held]
 
     @contextmanager
     def again() -> Iterator[None]:
         with replaced(sets), ExitStack() as stack:
             _set_variables(stack, note)
+            for thing, inside in before:
+                stack.callback(put_contents, thing, *contents(thing))
+                put_contents(thing, *inside)
             yield
 
     return again
