@@ -17,7 +17,7 @@ from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
 from penstock.partition.score import Line, Note
-from penstock.partition.snapshot import replaced
+from penstock.partition.snapshot import MISSING, replaced
 from penstock.partition.templates import (
     GIVEN,
     VALUE,
@@ -134,7 +134,12 @@ class Player:
             return run
         module = self._tree.units[line.what] if line.what in self._recomputes else None
         held = [note.given[known[1]] for of in line.templates() for known in known_in(of)]
-        again = _surroundings(note, held) if note.sets or note.context or held else None
+        ever_set = self._tree.ever_set.get(line.what, {})
+        sets = [
+            (vars(part), name, vars(part).get(name, MISSING))
+            for (_, name), part in ever_set.items()
+        ]
+        again = _surroundings(note, sets, held) if sets or note.context or held else None
         return recomputed(run, module, line.what, again)
 
     def _to_send(self, line: Line, tensor: Any, look: Any, call: StageCall) -> Any:
@@ -343,14 +348,16 @@ class Values(dict[Any, Any]):
         return self._notes[number[0]].line.shown[number]
 
 
-def _surroundings(note: Note, held: Sequence[Any]) -> Callable[[], Any]:
+def _surroundings(
+    note: Note, sets: Sequence[tuple[dict[str, Any], str, Any]], held: Sequence[Any]
+) -> Callable[[], Any]:
     """What makes a context with all that is around a call now, and that others change later.
 
     Args:
-        note: the call, with the attributes and context variables that the author's code has set for it.
+        note: the call, with its context variables.
+        sets: the tables, names and values of attributes that the author's code sets in the unit.
         held: the author's lists, dictionaries and objects among its arguments.
     """
-    sets = [(vars(part), name, vars(part)[name]) for part, name in note.sets]
     before = [(thing, contents(thing)) for thing in held]
 
     @contextmanager

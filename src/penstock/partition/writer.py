@@ -481,6 +481,7 @@ class Writer(TorchFunctionMode):
             )
         if name in vars(module):
             self._sets.setdefault(path, {})[id(module), name] = module
+            self.tree.ever_set.setdefault(path, {})[id(module), name] = module
 
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:
         """Refuse to use a number that a unit has set, before it has a value."""
