@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock._engine.runtime import StepResult as StepResult
     from penstock._engine.runtime import add_loss as add_loss
     from penstock._engine.runtime import collect_losses as collect_losses
+    from penstock._engine.runtime import overlap_collectives as overlap_collectives
     from penstock._engine.transport import Job as Job
     from penstock._engine.transport import Replicas as Replicas
     from penstock._engine.weights import init_weights as init_weights

@@ -310,17 +310,35 @@ class Binding(ABC):
         Raises:
             StageError: another value than in the first call, which was not copied.
         """
-        written = {
-            n for n, tensor, before in entrance.versions if before < 0 or tensor._version != before
-        }
+        written = set[int]()
+        for number, tensor, before in entrance.versions:
+            if before < 0 or tensor._version != before:
+                written.add(number)
         if self.writes is None:
             self.writes = written
         elif written:
             raise StageError(CHANGED)
 
     @abstractmethod
-    def bind(self, call: StageCall, values: dict[str, Any], part: Any, entrance: Entrance) -> Bound:
-        """What the stage is called with, of the values that have come, by their edges, and of the batch."""
+    def bind(
+        self,
+        microbatch: int,
+        values: dict[str, Any],
+        part: Any,
+        score: Any,
+        draws: Draws | None,
+        entrance: Entrance,
+    ) -> Bound:
+        """What the stage is called with.
+
+        Args:
+            microbatch: which microbatch it is.
+            values: the values that have come, by their edges.
+            part: its part of the batch.
+            score: what the author's forward does in it, for stages that were cut from a model.
+            draws: seeds its random numbers.
+            entrance: makes what the stage gets of the batch its own.
+        """
 
     @abstractmethod
     def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -328,18 +346,36 @@ class Binding(ABC):
 
 
 class CutBinding(Binding):
-    """A stage of a model that was cut takes the values, and what its score does not have of the batch."""
+    """A stage of a model that was cut takes the values, and what its score does not have of the batch.
 
-    def bind(self, call: StageCall, values: dict[str, Any], part: Any, entrance: Entrance) -> Bound:
+    Args:
+        stage: the stage.
+        plan: what the partition plans for calls of the signature.
+    """
+
+    def __init__(self, stage: PipelineStage, plan: Any) -> None:
+        super().__init__(stage)
+        self._plan = plan
+
+    def bind(
+        self,
+        microbatch: int,
+        values: dict[str, Any],
+        part: Any,
+        score: Any,
+        draws: Draws | None,
+        entrance: Entrance,
+    ) -> Bound:
         """Of the batch only what learns; all of it if the model runs as it is, in one stage."""
-        if call.score is None:
+        call = StageCall(self._plan, microbatch, score, draws, self._stage.may_cast)
+        if score is None:
             kwargs = {
                 name: entrance.bring(value) for name, value in part.kwargs.items()
             } | part.local
             return (call,), [values, *map(entrance.bring, part.args)], kwargs
         code: Any = self._stage.code
-        given = {"given": code.given(call.score, call.plan)} if self._stage.casts else {}
-        return (call,), [values, *map(entrance.bring, call.score.batch)], given
+        given = {"given": code.given(score, self._plan)} if self._stage.casts else {}
+        return (call,), [values, *map(entrance.bring, score.batch)], given
 
     def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
         """The two that :meth:`StageModule.forward` returns."""
@@ -366,11 +402,20 @@ class HandBinding(Binding):
     ) -> None:
         super().__init__(stage)
         self._takes, self._gives, self._keywords = takes, gives, keywords
+        self._path = f"stage {stage.index}"
 
-    def bind(self, call: StageCall, values: dict[str, Any], part: Any, entrance: Entrance) -> Bound:
+    def bind(
+        self,
+        microbatch: int,
+        values: dict[str, Any],
+        part: Any,
+        score: Any,
+        draws: Draws | None,
+        entrance: Entrance,
+    ) -> Bound:
         """The batch enters where no value comes from another stage."""
-        if call.draws is not None:
-            call.draws.enter(f"stage {self._stage.index}", 0)
+        if draws is not None:
+            draws.enter(self._path, 0)
         kwargs = dict[str, Any]()
         for name in self._keywords:
             kwargs[name] = entrance.bring(part.kwargs[name])
@@ -522,11 +567,11 @@ class PipelineStage:
         self.casts = (adapted or self._module is not self.code) and self.may_cast()
 
     def binding(
-        self, takes: Sequence[str], gives: Sequence[str], keywords: Sequence[str]
+        self, plan: Any, takes: Sequence[str], gives: Sequence[str], keywords: Sequence[str]
     ) -> Binding:
-        """How the stage is called for microbatches of a call signature; see :class:`HandBinding`."""
+        """How the stage is called in a call signature; see :class:`CutBinding` and :class:`HandBinding`."""
         if isinstance(self.code, StageModule):
-            return CutBinding(self)
+            return CutBinding(self, plan)
         return HandBinding(self, takes, gives, keywords)
 
     def parts(self) -> Iterator[parallel.Member]:

@@ -39,7 +39,7 @@ FILES: dict[str, tuple[Callable[[], str], Callable[[str], Any]]] = {
     "plan": (lambda: plan().to_json(), planning.Plan.from_json),
     "costs": (lambda: profile().to_json(), planning.Profile.from_json),
     "cluster": (
-        lambda: planning.Cluster.parse("2xh100,2xa100", "0-2=1GB/s").to_json(),
+        lambda: planning.Cluster.parse("2xh100,2xa100").to_json(),
         planning.Cluster.from_json,
     ),
     "schedule": (lambda: schedules.to_json(schedule()), schedules.from_json),

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
-from penstock import Loss, Pipeline
+from penstock import Loss, Pipeline, overlap_collectives
 from penstock.errors import PenstockError, UsageError
 from penstock.plan import predict
+from penstock.schedule import build
 from tests.processes import in_processes
 
+PAIRED = build("DualPipeV", ranks=1, microbatches=6)
 VOCABULARY, WIDTH, HIDDEN, EXPERTS, SAMPLES, LENGTH = 40, 8, 12, 4, 8, 12
 
 
@@ -159,6 +162,7 @@ def batch_of(mesh: Any) -> tuple[Any, Any]:
         ({"pp": 2, "ep": 2}, "ZB-V"),
         ({"pp": 2, "ep": 2}, "1F1B"),
         ({"pp": 1, "cp": 2, "ep": 2}, "1F1B"),
+        ({"pp": 2, "ep": 2}, "DualPipeV"),
     ],
 )
 @in_processes(4)
@@ -183,9 +187,10 @@ def test_a_mesh_of_context_and_experts_equals_one_process(
 
     beside = tuple(name for name in dims if name != "pp")
     pipe = Pipeline(
-        model, schedule=schedule, mesh=mesh, replicas=beside, microbatches=2, wrap=spread,
-        loss_fn=Loss(by_tokens, weight=count),
+        model, schedule=schedule, mesh=mesh, replicas=beside, wrap=spread,
+        microbatches=4 if schedule == "DualPipeV" else 2, loss_fn=Loss(by_tokens, weight=count),
     )  # fmt: skip
+    pipe.on_overlap(overlap_collectives)
     optimizers = []
     with pipe:
         pipe.cut(my_ids, my_places, target=my_labels)
@@ -208,6 +213,80 @@ def test_a_mesh_of_context_and_experts_equals_one_process(
         for name, tensor in whole.items():
             torch.testing.assert_close(tensor, plain.state_dict()[name])
     assert streamed.keys() == plain.state_dict().keys()
+
+
+RAN: list[str] = []
+"""Which exchanges were started, F in a forward and B in a backward."""
+
+
+class Noted(torch.autograd.Function):
+    """An exchange of rows in equal parts, which is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, functional: bool) -> Tensor:
+        ctx.functional = functional
+        RAN.append("F")
+        return exchanged(rows, functional)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        RAN.append("B")
+        return exchanged(gradients[0], ctx.functional), None
+
+
+def exchanged(rows: Tensor, functional: bool) -> Tensor:
+    if functional:
+        sent: Any = all_to_all_single(rows.contiguous(), None, None, cast("Any", dist.group.WORLD))
+        return cast("Tensor", sent * 1.0)
+    result = torch.empty_like(rows)
+    dist.all_to_all_single(result, rows.contiguous())
+    return result
+
+
+class Expert(nn.Module):
+    """Sends rows to experts on all processes and back; drops some on the way."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.expert, self.functional = nn.Linear(WIDTH, WIDTH), functional
+
+    def forward(self, rows: Tensor) -> Tensor:
+        there: Any = Noted.apply(rows, self.functional)  # type: ignore[no-untyped-call]
+        made = torch.tanh(self.expert(nn.functional.dropout(there, 0.3)))
+        back: Any = Noted.apply(made, self.functional)  # type: ignore[no-untyped-call]
+        return rows + nn.functional.dropout(back, 0.3)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@in_processes(4)
+def test_a_half_of_a_pair_computes_while_the_other_communicates(
+    group: Any, functional: bool, recompute: bool
+) -> None:
+    def trained(**options: Any) -> tuple[list[Any], str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Expert(functional) for _ in range(4)])
+        alone = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "ep"))["pp"]
+        pipe = Pipeline(
+            model, schedule=PAIRED, microbatches=6, mesh=alone, loss_fn=nn.functional.mse_loss,
+            recompute=recompute,
+        )  # fmt: skip
+        if options.get("overlaps"):
+            pipe.on_overlap(overlap_collectives)
+        rows = torch.linspace(-1, 1, 24 * WIDTH).sin().view(24, WIDTH) + group.rank()
+        with pipe:
+            pipe.step(rows, target=rows)
+            RAN.clear()
+            loss = pipe.step(rows, target=rows).loss
+            return [loss, *[p.grad.tolist() for p in pipe.parameters()]], "".join(RAN)  # type: ignore[union-attr]
+
+    (plain, one_by_one), (overlapped, in_turns) = trained(), trained(overlaps=True)
+    assert overlapped == plain
+    assert sorted(in_turns) == sorted(one_by_one)
+    # A stage has four exchanges, of which the first needs no gradient in the first stage.
+    assert recompute or one_by_one.count("FB") <= len(PAIRED.pairs) + 1
+    assert recompute or in_turns.count("FB") >= 3 * len(PAIRED.pairs)
+    assert in_turns != one_by_one
 
 
 @in_processes(4)

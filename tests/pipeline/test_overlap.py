@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock import PairBackward, PairForward, Pipeline, PipelineStage
+from penstock import (
+    PairBackward,
+    PairForward,
+    Pipeline,
+    PipelineStage,
+    overlap_collectives,
+)
 from penstock import schedule as ps
 from penstock.errors import StageError, UsageError
 from tests.pipeline.models import WIDTH, X, Y, assert_same_bits, chain, mean_loss, two_steps
@@ -129,8 +136,40 @@ def test_a_function_of_the_pipeline_overlaps_a_model_that_was_cut(recompute: boo
         return [*losses, *(p.grad for p in pipe.parameters())]  # type: ignore[list-item]
 
     assert_same_bits(trained(overlap), trained())
+    assert_same_bits(trained(overlap_collectives), trained())
     assert len(calls) == 2 * PAIRS
     assert all(first is not second for first, second in calls)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_in_a_half_that_runs_in_turns_is_that_of_the_pair(where: str) -> None:
+    """And nothing goes on in a thread of its own."""
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.linear(x)
+            if where == "backward":
+                output.register_hook(self.count)
+            else:
+                self.count(output)
+            return output
+
+        def count(self, _: Tensor) -> None:
+            self.calls += 1
+            if self.calls == 6:
+                raise ZeroDivisionError(f"in the {where}")
+
+    pipe = Pipeline(nn.Sequential(*chain(7), Fails()), schedule=SCHEDULE, loss_fn=mean_loss)
+    pipe.on_overlap(overlap_collectives)
+    threads = set(threading.enumerate())
+    with pytest.raises(StageError, match=f"overlap_collectives runs.*in the {where}"):
+        pipe.step(X, target=Y)
+    assert set(threading.enumerate()) <= threads
 
 
 def test_hooks_and_a_recording_show_both_halves_at_the_same_time() -> None:

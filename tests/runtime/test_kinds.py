@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Microbatches, Pipeline, PipelineStage
-from penstock.errors import AgreementError, StageError, UsageError
+from penstock.errors import AgreementError, MicrobatchError, StageError, UsageError
 from penstock.testing import Case, judge
 from tests.catalogue.making import Does
 from tests.pipeline.models import X, Y, chain, make, mean_loss
@@ -46,6 +47,34 @@ def test_ranks_that_freeze_different_weights_are_told(group: Any) -> None:
     text = str(caught.value)
     assert text.startswith("the ranks train different weights: the value '1' travels from stage 0")
     assert "comes back on rank 0, but not on rank 1; give requires_grad the same" in text
+
+
+@in_processes(2)
+def test_a_call_of_many_steps_is_another_one_when_something_changes(group: Any) -> None:
+    """Its shapes, what is given where, how much microbatches count, and a refusal."""
+    model = chain()
+    whole, last = deepcopy(model), group.rank() == 1
+    losses = [mean_loss(whole(x), y).item() for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]
+    usual = sum(losses) / 2
+    with make(model, stages=2, mesh=group, microbatches=2) as pipe:
+
+        def step(*args: Any, **options: Any) -> float:
+            pipe.zero_grad()
+            return pipe.step(*args, **{"target": Y, **options}).loss
+
+        for _ in range(4):
+            assert step(X) == pytest.approx(usual)
+        assert step(X, loss_weight=[3, 1]) == pytest.approx((3 * losses[0] + losses[1]) / 4)
+        assert step(X) == pytest.approx(usual)
+        fewer = mean_loss(whole(X[:6]), Y[:6]).item()
+        assert step(X[:6], target=Y[:6]) == pytest.approx(fewer)
+        assert (step() if last else step(X, target=None)) == pytest.approx(usual)
+        for _ in range(3):
+            assert step(X) == pytest.approx(usual)
+        with pytest.raises(MicrobatchError, match="samples"):
+            step(X, target=Y[:7] if last else Y)
+        assert step(X, microbatches=4) == pytest.approx(usual)
+        assert step(X) == pytest.approx(usual)
 
 
 # ---- what the code between units asks for

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.data import default_collate
 
 from penstock._engine.microbatches import (
     MISSING,
     REPLICATE,
     ByImages,
+    KnownCuts,
     Microbatch,
     Microbatches,
     Rules,
@@ -24,7 +26,7 @@ from penstock._engine.microbatches import (
     merge,
     split_batch,
 )
-from penstock._engine.values import tensors_in
+from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import MicrobatchError
 from penstock.testing import Case, compare
 from tests.catalogue.kinds import Frozen, Pair, State
@@ -339,7 +341,7 @@ def test_a_list_of_samples_is_split_by_its_entries() -> None:
     # Entries may have any shapes; or each has all samples, if a rule says so.
     by_row = split(([TOKENS, TOKENS],), {}, 2, {0: Split(0)})
     assert [[len(t) for t in part.args[0]] for part in by_row] == [[3, 3], [2, 2]]
-    assert [(part.samples, part.kind) for part in batch.parts] == [(2, None)] * 2
+    assert [part.samples for part in batch.parts] == [2, 2]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2,), (3, 5), (3, 4, 4, 4)])
@@ -370,6 +372,76 @@ def test_chunks_hold_an_entry_for_every_sample() -> None:
             )
 
 
+def filled(value: Any, number: float) -> Any:
+    """The same value with other numbers in its tensors."""
+    return map_tensors(value, lambda tensor: torch.full_like(tensor, number))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "target", "rules"),
+    [
+        ((torch.zeros(5, 3), torch.zeros(())), {}, torch.zeros(5), None),
+        ((), {"x": [torch.zeros(4, 2), {"a": torch.zeros(4), "b": None}], "k": 3}, MISSING, None),
+        ((torch.zeros(3, 4), torch.zeros(4, 8)), {}, torch.zeros(4), {0: Split(1)}),
+        (([torch.zeros(2), torch.zeros(3)],), {}, MISSING, {0: Split(None)}),
+        ((torch.zeros(6, 2), torch.zeros(2, 2)), {}, MISSING, {0: Split(chunks=2), 1: REPLICATE}),
+        (({"scale": 2.0},), {}, torch.zeros(4), None),
+        ((torch.zeros(()),), {}, MISSING, None),
+    ],
+)
+def test_a_batch_that_looks_like_an_earlier_one_is_cut_as_that(
+    args: Any, kwargs: Any, target: Any, rules: Rules | None
+) -> None:
+    known: KnownCuts = {}
+    first = split_batch(args, kwargs, target, rules, 2, fewer=True, known=known)
+    args, kwargs, target = (filled(value, 7.0) for value in (args, kwargs, target))
+    later = split_batch(args, kwargs, target, rules, 2, fewer=True, known=known)
+    alone = split_batch(args, kwargs, target, rules, 2, fewer=True)
+    assert (later.look, later.samples, later.count) == (first.look, alone.samples, alone.count)
+    assert later.look is not None
+    assert len(later.parts or ()) == len(alone.parts or ())
+    for one, other in zip(later.parts or (), alone.parts or (), strict=True):
+        assert_close([one.args, one.kwargs], [other.args, other.kwargs])
+        assert one.samples == other.samples
+    if target is not MISSING:
+        assert_close(later.targets, alone.targets)
+    fewer = split_batch(args, kwargs, target, rules, 1, fewer=True, known=known)
+    assert (fewer.look, fewer.count) != (first.look, first.count) or first.count == 1
+
+
+def test_batches_look_alike_if_only_their_data_differ() -> None:
+    batches: list[tuple[Any, int]] = [
+        (torch.zeros(4, 2), 2),
+        (torch.zeros(4, 2), 4),
+        (torch.zeros(4, 3), 2),
+        (torch.zeros(4, 2, dtype=torch.float64), 2),
+        (torch.zeros(2, 4).t(), 2),
+        (torch.zeros(4, 2, requires_grad=True), 2),
+        ([torch.zeros(4, 2)], 2),
+        ([torch.zeros(4, 2), 1], 2),
+        ([torch.zeros(4, 2), True], 2),
+        ([torch.zeros(4, 2), len], 2),
+        ({"a": torch.zeros(4, 2)}, 2),
+    ]
+    looks = [split_batch((x,), {}, MISSING, None, count).look for x, count in batches]
+    again = [split_batch((filled(x, 3.0),), {}, MISSING, None, n).look for x, n in batches[:5]]
+    assert len({*looks}) == len(batches)
+    assert again == looks[:5]
+    named = split_batch((), {"x": torch.zeros(4, 2)}, torch.zeros(4), None, 2).look
+    assert named not in looks
+
+
+def test_what_numbers_cut_is_cut_by_its_own() -> None:
+    """Positions that start again make a packed row of two sequences; those that do not, one sequence."""
+    known: KnownCuts = {}
+    ids = torch.arange(6)[None]
+    for positions, count in ((ids, 1), (ids % 3, 2), (ids, 1)):
+        batch = split_batch(
+            (ids,), {"position_ids": positions}, MISSING, None, 2, fewer=True, known=known
+        )
+        assert (batch.count, batch.look) == (count, None)
+
+
 # ---- functions
 
 
@@ -392,8 +464,8 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     assert [part.samples for part in batch.parts] == [2, 2, 1]
     assert shapes(batch.parts, "patches") == [[3, 2], [2, 2], [1, 2]]
     assert [len(target) for target in batch.targets] == [3, 2, 1]
-    # They are not alike, though they hold as many samples.
-    assert [part.kind for part in batch.parts] == [None] * 3
+    # Another batch of these shapes may be cut elsewhere.
+    assert batch.look is None
     # Alone it learns the sizes of the target, or of the first argument that is split.
     batch = split_batch((TOKENS,), {}, TOKENS, {0: patches}, 2)
     assert batch.samples == asked[-1] == [3, 2]

@@ -93,11 +93,12 @@ class Draws:
 @contextmanager
 def generators_kept(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Restore torch's default generators on exit."""
-    states = generator_states(devices)
+    kept = [(generator, generator.get_state()) for generator in _generators(devices)]
     try:
         yield
     finally:
-        set_generator_states(states, devices)
+        for generator, state in kept:
+            generator.set_state(state)
 
 
 def generator_states(devices: Iterable[torch.device] = ()) -> list[torch.Tensor]:

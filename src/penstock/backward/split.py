@@ -105,6 +105,8 @@ class SplitBackward:
         Raises:
             StageError: autograd failed, or an input has changed since the inputs' half.
         """
+        if not pending:
+            return
         try:
             with torch.no_grad():
                 pending.deliver()

@@ -96,7 +96,7 @@ class _SpreadModel:
         for interceptor in self._interceptors:
             interceptor.close()
 
-    def _call(self, interceptor: Interceptor, run: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, interceptor: Interceptor, run: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = self._owners[interceptor.path]
         cache = _cache_in((*args, *kwargs.values()))
         layers = sorted(

@@ -15,7 +15,7 @@ from penstock._engine.parallel import local_part
 from penstock._engine.rng import generator_states, generators_kept, set_generator_states
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import UsageError
-from penstock.partition import StateKept, state_kept
+from penstock.partition import Snapshot, state_kept
 from penstock.pipeline import CallArguments, Pipeline
 
 
@@ -193,7 +193,7 @@ class _State:
         self._pipe, self.number = pipe, pipe.randomness.step
         modules = [module for stage in pipe.stages for module in stage.called_modules()]
         self._modes = [(module, module.training) for module in modules]
-        self._kept = StateKept(modules)
+        self._kept = Snapshot(modules)
         kinds = {"cpu", pipe.device.type}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -212,7 +212,7 @@ class _State:
             if self._drawn is not None:
                 stack.enter_context(generators_kept([self._pipe.device]))
                 set_generator_states(self._drawn, [self._pipe.device])
-            self._kept.put_back()
+            self._kept.restore()
             try:
                 _set(self._modes)
                 yield

@@ -13,7 +13,7 @@ from penstock.partition.cutting import Cutting, explained, partition, unit_calls
 from penstock.partition.draws import randomness
 from penstock.partition.interception import Interceptor
 from penstock.partition.planning import CallPlan
-from penstock.partition.recomputing import StateKept, state_kept
+from penstock.partition.snapshot import Snapshot, state_kept
 
 __all__ = [
     "CallPlan",
@@ -23,7 +23,7 @@ __all__ = [
     "Partition",
     "Room",
     "Shared",
-    "StateKept",
+    "Snapshot",
     "choose_cuts",
     "explained",
     "find_shared",

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from penstock._engine.values import PLAIN
 from penstock.partition.interception import Interceptor
-from penstock.partition.kept import REGISTRIES
 from penstock.partition.names import FakeTensor, FakeTensorMode, without_modes
 from penstock.partition.score import Line
+from penstock.partition.snapshot import REGISTRIES
 from penstock.partition.templates import (
     GIVEN,
     VALUE,

@@ -14,7 +14,7 @@ from penstock.errors import PartitionError, PenstockError, StageError, UsageErro
 from penstock.partition.alike import Memo
 from penstock.partition.balance import Room, choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, count_parameters, find_shared, named_tensors
-from penstock.partition.forward import Forward
+from penstock.partition.forward import rehearse
 from penstock.partition.interception import Interceptor
 from penstock.partition.order import CallOrder
 from penstock.partition.planning import deciding_early, first_uses, lines_of
@@ -25,6 +25,7 @@ from penstock.partition.stage import (
     check_not_compiled,
     has_compiled_forward,
 )
+from penstock.partition.tree import ScoreTree
 from penstock.partition.units import (
     at_points,
     find_units,
@@ -223,7 +224,7 @@ class Cutting:
 
     def _write(self, units: Sequence[str], call: Example, *, counts: bool = False) -> _Draft:
         """The score of a call; with ``counts``, the work of modules inside units is counted."""
-        tree = Forward(self.model, self._forward, once(self.model, units), self._memo)
+        tree = ScoreTree(self.model, self._forward, once(self.model, units), self._memo)
         outside = [module for _, module in tree.outside]
         hooked: list[Interceptor] = []
         if self.count > 1:
@@ -238,7 +239,7 @@ class Cutting:
             and id(module) not in placed
             and next(module.children(), None) is not None
         ]
-        score = tree.rehearse(call, hooked, inner)
+        score = rehearse(tree, call, hooked, inner)
         work = dict(score.inner_work)
         for line in lines_of(score):
             if line.unit and line.what in tree.units:
@@ -360,7 +361,7 @@ class Cutting:
             draft = None
         if draft is None and call is not None and self.count > 1:
             draft = self._write(units, call)
-        tree = Forward(model, self._forward, units, self._memo) if draft is None else draft.tree
+        tree = ScoreTree(model, self._forward, units, self._memo) if draft is None else draft.tree
         recomputes = _recomputed(units, self._recompute)
         cut = CutModel(tree, _with_weights(model, homes), self.count, recomputes)
         stages = tuple(CutStage(cut, index) for index in range(self.count))
@@ -380,7 +381,7 @@ class _Draft(NamedTuple):
         work: the operations of each unit, and of the modules in it, by their identity.
     """
 
-    tree: Forward
+    tree: ScoreTree
     score: Score
     work: dict[int, float]
 

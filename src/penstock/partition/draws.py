@@ -42,7 +42,7 @@ def randomness(
     seeded = Seeded([Interceptor(model.get_submodule(path), path) for path in paths], draws, {})
     root = Interceptor(model, "")
 
-    def call(_: Interceptor, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(_: Interceptor, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = seeded.run(run, args, kwargs)
         draws.enter(LOSS, 0)
         return output

@@ -50,6 +50,7 @@ def reads_numbers(function: Any) -> bool:
     return getattr(function, "__name__", "") in _READERS
 
 
+@functools.cache
 def is_ours(function: Any) -> bool:
     """Whether it is a function of Penstock, such as ``add_loss``, that modes see like PyTorch's."""
     return str(getattr(function, "__module__", "")).startswith("penstock.")

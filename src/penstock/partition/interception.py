@@ -36,6 +36,11 @@ _CALL = "_compiled_call_impl"
 ``Module.compile`` sets it. As of torch 2.13."""
 
 
+Call = Callable[..., Any]
+"""Answers calls of modules: ``call(interceptor, run, *args, **kwargs)``, where ``run`` is the module's own
+call, with its hooks."""
+
+
 class Interceptor:
     """Takes over the calls of one module while it is open, without lasting changes to the module.
 
@@ -44,33 +49,28 @@ class Interceptor:
         path: its path in the model.
 
     Attributes:
-        call: answers the calls while it is open: ``call(interceptor, run, args, kwargs)``, where ``run`` is
-            the module's own call, with its hooks.
+        call: answers the calls while it is open.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module, self.path = module, path
         self._state = vars(module)
         self._saved: dict[str, Any] = {}
-        self.call: Callable[[Interceptor, Run, Any, Any], Any] | None = None
+        self.call: Call | None = None
 
-    def open(self, call: Callable[[Interceptor, Run, Any, Any], Any], *, direct: bool) -> None:
-        """Let ``call(interceptor, run, args, kwargs)`` answer for calls of the module.
+    def open(self, call: Call, *, direct: bool) -> None:
+        """Let another answer for calls of the module.
 
         Args:
-            call: answers the calls; ``run`` is the module's own call, with its hooks.
+            call: answers the calls.
             direct: whether calls of ``module.forward`` are taken over too.
         """
         state = self._state
         self._saved = {name: state[name] for name in (_CALL, "forward") if name in state}
         self.call = call
-        state[_CALL] = functools.partial(self._answer, state.get(_CALL) or self.module._call_impl)
+        state[_CALL] = functools.partial(call, self, state.get(_CALL) or self.module._call_impl)
         if direct and not isinstance(self.module, torch.jit.ScriptModule):
-            state["forward"] = functools.partial(self._answer, self.module.forward)
-
-    def _answer(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint may have kept this, and calls it again when this is closed, or open for others.
-        return run(*args, **kwargs) if self.call is None else self.call(self, run, args, kwargs)
+            state["forward"] = functools.partial(call, self, self.module.forward)
 
     def close(self) -> None:
         """Restore the module."""
@@ -84,9 +84,7 @@ class Interceptor:
 
 @contextlib.contextmanager
 def intercepted(
-    interceptors: Sequence[Interceptor],
-    call: Callable[[Interceptor, Run, Any, Any], Any],
-    direct: Collection[str] = (),
+    interceptors: Sequence[Interceptor], call: Call, direct: Collection[str] = ()
 ) -> Iterator[None]:
     """Let ``call`` answer for calls of modules, and at the paths in ``direct`` for those of ``forward``."""
     try:
@@ -313,7 +311,11 @@ class Seeded(TorchFunctionMode):
         with intercepted(self._interceptors, self._unit, direct), self, others_seen(self):
             return function(*args, **kwargs)
 
-    def _unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
+    def _unit(self, interceptor: Interceptor, run: Run, /, *args: Any, **kwargs: Any) -> Any:
+        if interceptor.call != self._unit:
+            # A checkpoint has kept this, and calls it again when others answer, or nobody does.
+            others = interceptor.call
+            return others(interceptor, run, *args, **kwargs) if others else run(*args, **kwargs)
         if self._inside:
             return run(*args, **kwargs)
         number = self._calls[interceptor.path]

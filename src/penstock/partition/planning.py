@@ -14,9 +14,9 @@ from penstock._engine.values import is_container, storage_key
 from penstock.errors import PartitionError
 from penstock.partition.functions import is_ours
 from penstock.partition.interception import reads_noted
-from penstock.partition.kept import Kept
 from penstock.partition.names import FakeTensor, FakeTensorMode
 from penstock.partition.score import Line, Score
+from penstock.partition.snapshot import Snapshot
 from penstock.partition.templates import (
     BATCH,
     BUILT,
@@ -87,7 +87,7 @@ class CallPlan:
         """Call a function with the model's output without data; restore what ``counts`` holds."""
         if self._mode is None:
             return None  # the model was not run without data
-        kept = Kept((), [counts])
+        kept = Snapshot((), [counts], code=True, data=False)
         try:
             with self._mode:
                 return function(self._example)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import map_tensors
 from penstock.errors import PlanError
-from penstock.partition.forward import Forward
-from penstock.partition.functions import NORMS, may_draw, name_of, reads_numbers
+from penstock.partition.functions import may_draw, name_of, reads_numbers
 from penstock.partition.interception import BETWEEN, Interceptor, Run
-from penstock.partition.kept import replaced
 from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
-from penstock.partition.score import Line, Note, Score
-from penstock.partition.templates import BATCH, GIVEN, VALUE, Number, bind, fill, takes_gradient
+from penstock.partition.score import Line, Note
+from penstock.partition.snapshot import replaced
+from penstock.partition.templates import GIVEN, VALUE, Number, bind, fill, takes_gradient
+from penstock.partition.tree import ScoreTree
 from penstock.partition.writer import Writer
 from penstock.stage import StageCall
 
@@ -31,146 +31,115 @@ class Player:
         tree: the lines of the author's forward.
         homes: the stages of the units.
         stage: the index of the stage.
-        last: whether it is the last one.
         recomputes: the paths of the units that are recomputed.
     """
 
     def __init__(
-        self,
-        tree: Forward,
-        homes: Homes,
-        stage: int,
-        *,
-        last: bool,
-        recomputes: Collection[str],
+        self, tree: ScoreTree, homes: Homes, stage: int, recomputes: Collection[str]
     ) -> None:
-        self._tree, self._homes, self._stage = tree, homes, stage
-        self._last, self._recomputes = last, recomputes
-        self._modules = dict(tree.units)
-
-    def play(
-        self, call: StageCall, arrived: Mapping[str, Any], batch: Sequence[Tensor]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Play a microbatch.
-
-        Args:
-            call: which score it has, and its plan.
-            arrived: the values of other stages, by their edges.
-            batch: the tensors of the batch that learn.
-
-        Returns:
-            The model's output in the last stage and None in others; and the values to send, by their edges.
-        """
-        plan, score, stage = call.plan, call.score, self._stage
-        values = _Values(self._tree, score)
-        for edge, number in plan.arrives[stage].items():
-            values[number] = arrived[edge]
-        for number, tensor in enumerate(batch):
-            values[BATCH, number] = tensor
-        sends, sent = plan.sends[stage], dict[str, Any]()
-        if self._last and score.call is not None:
-            live = Live(self, self._tree, values, call)
-            return live.real(self._tree.run(live, *score.call)), sent
-        for index in plan.mine[stage]:
-            note = score.notes[index]
-            line = note.line
-            self.play_line(note, values, call)
-            for number, look in line.looks.items():
-                if number in sends:
-                    tensor = values[number]
-                    self._check(line, tensor, look, call)
-                    if isinstance(tensor, Tensor):
-                        learns = takes_gradient(tensor)
-                        if learns is not look[4] and torch.is_grad_enabled():
-                            what = "requires a gradient", "requires no gradient"
-                            raise self._unlike(
-                                line,
-                                f"gave a tensor that {what[look[4]]}",
-                                f"gave one that {what[learns]}",
-                            )
-                        if tensor.requires_grad and not learns:
-                            tensor = tensor.detach()
-                        tensor = tensor.clone() if number in plan.copied else tensor
-                    sent[sends[number]] = tensor
-            for number in plan.drops[stage].get(index, ()):
-                values.pop(number, None)
-        for number, edge in sends.items():
-            if isinstance(number, str):
-                # As the stage leaves it: nothing that comes before reads it elsewhere.
-                tensor = self._tree.tensor_now(number)
-                is_weight = isinstance(tensor, nn.Parameter)
-                sent[edge] = tensor.view_as(tensor) if is_weight else tensor.clone()
-        output = fill(plan.output, values, score.given) if self._last else None
-        if self._last:
-            score.given.clear()
-        return output, sent
-
-    def _module(self, path: str) -> nn.Module:
-        """A unit, or a module between units that has hooks."""
-        if path not in self._modules:
-            self._modules[path] = self._tree.model.get_submodule(path)
-        return self._modules[path]
+        self._tree, self._homes = tree, homes
+        self._stage, self._recomputes = stage, recomputes
 
     def has(self, path: str) -> bool:
         """Whether a unit is in this stage."""
         return self._stage in self._homes.get(path, ())
 
-    def play_line(self, note: Note, values: _Values, call: StageCall) -> None:
-        """Play a line, and note the values that it makes."""
-        line, given, draws, modules = note.line, note.given, call.score.draws, self._modules
-        for target, _ in line.changes:
-            if target[0] is GIVEN:
-                # The author's own tensors, such as the batch, stay as they are.
-                given[target[1]] = given[target[1]].clone()
-        if not line.unit:
-            values.copies_buffers = not (line.changes or name_of(line.what) in NORMS)
-        # In a loop, as in Writer: this runs for each line of each microbatch.
-        args, kwargs = list[Any](), dict[str, Any]()
-        for template in line.args:
-            tag = template[0]
-            if tag is VALUE:
-                args.append(values[template[1]])
-            elif tag is GIVEN:
-                args.append(given[template[1]])
-            else:
-                args.append(fill(template, values, given))
-        for name, template in line.kwargs:
-            kwargs[name] = fill(template, values, given)
-        if line.beside[2]:
-            beside = fill(line.beside, values, given)[len(note.context) :]
-            for (part, name), value in zip(note.sets, beside, strict=True):
-                vars(part)[name] = value
-        values.copies_buffers = False
-        run = line.run
-        if line.unit:
-            module = modules[line.what] if line.what in modules else self._module(line.what)
-            run = module.forward if line.direct else module
-        if draws is not None and note.draw >= 0:
-            draws.enter(line.what if line.unit else BETWEEN, note.draw)
-        grad, depth, *casts = line.modes
-        if line.unit:
-            once = line.what in self._recomputes
-            if (once or depth) and not (line.changes or line.left or line.index in call.plan.kept):
-                again = _surroundings(note) if note.sets or note.context else None
-                run = recomputed(run, module if once else None, line.what, again)
-        try:
-            plain = not (casts or note.context or note.saving)
-            if plain and grad is torch.is_grad_enabled():
-                made = run(*args, **kwargs)
-            else:
-                with torch.set_grad_enabled(grad), _within(casts, note):
-                    made = run(*args, **kwargs)
-        except RuntimeError as error:
-            if line.unit or not line.varies:
-                raise
-            raise self._unlike(line, f"failed ({error})", "went on") from error
-        if line.simple and line.checked and isinstance(made, Tensor):
-            values[line.result[1]] = made
-            given.clear()
-        else:
-            self._note_made(note, made, values, call)
+    def play(
+        self,
+        places: Sequence[int],
+        values: Values,
+        call: StageCall,
+        drops: Mapping[int, Sequence[Number]],
+    ) -> dict[str, Any]:
+        """Play lines, and note the values that they make.
 
-    def _note_made(self, note: Note, made: Any, values: _Values, call: StageCall) -> None:
+        Args:
+            places: which ones.
+            values: the values so far.
+            call: the microbatch.
+            drops: the values that nothing needs after a line, by its place.
+
+        Returns:
+            The values to send, by their edges.
+        """
+        sends, sent = call.plan.sends[self._stage], dict[str, Any]()
+        notes, draws = call.score.notes, call.score.draws
+        # In one loop, and with the commonest values first: this runs for each line of each microbatch.
+        for place in places:
+            note = notes[place]
+            line, given = note.line, note.given
+            for target, _ in line.changes:
+                if target[0] is GIVEN:
+                    # The author's own tensors, such as the batch, stay as they are.
+                    given[target[1]] = given[target[1]].clone()
+            values.copies_buffers = line.copies_buffers
+            args, kwargs = list[Any](), dict[str, Any]()
+            for template in line.args:
+                tag = template[0]
+                if tag is VALUE:
+                    args.append(values[template[1]])
+                elif tag is GIVEN:
+                    args.append(given[template[1]])
+                else:
+                    args.append(fill(template, values, given))
+            for name, template in line.kwargs:
+                kwargs[name] = fill(template, values, given)
+            if line.beside[2]:
+                beside = fill(line.beside, values, given)[len(note.context) :]
+                for (part, name), value in zip(note.sets, beside, strict=True):
+                    vars(part)[name] = value
+            values.copies_buffers = False
+            if draws is not None and note.draw >= 0:
+                draws.enter(line.what if line.unit else BETWEEN, note.draw)
+            run, (grad, *others) = line.run, line.modes
+            if line.unit and (others[0] or line.what in self._recomputes):
+                run = self._recomputed(note, call)
+            try:
+                if others[1:] or note.context or note.saving or grad is not torch.is_grad_enabled():
+                    with torch.set_grad_enabled(grad), _within(others[1:], note):
+                        made = run(*args, **kwargs)
+                else:
+                    made = run(*args, **kwargs)
+            except RuntimeError as error:
+                if line.unit or not line.varies:
+                    raise
+                raise self._unlike(line, f"failed ({error})", "went on") from error
+            if line.simple and line.checked and isinstance(made, Tensor):
+                values[line.result[1]] = made
+                given.clear()
+            else:
+                self._note_made(note, made, values, call)
+            for number, look in line.looks.items():
+                if number in sends:
+                    tensor = self._to_send(line, values[number], look, call)
+                    sent[sends[number]] = tensor.clone() if number in call.plan.copied else tensor
+            for number in drops.get(place, ()):
+                values.pop(number, None)
+        return sent
+
+    def _recomputed(self, note: Note, call: StageCall) -> Run:
+        """What makes a unit's call, to run again in its backward if it can."""
+        line, run = note.line, cast("Run", note.line.run)
+        if line.changes or line.left or line.index in call.plan.kept:
+            return run
+        module = self._tree.units[line.what] if line.what in self._recomputes else None
+        again = _surroundings(note) if note.sets or note.context else None
+        return recomputed(run, module, line.what, again)
+
+    def _to_send(self, line: Line, tensor: Any, look: Any, call: StageCall) -> Any:
+        """A value for other stages, which takes a gradient only if they expect it."""
+        self._check(line, tensor, look, call)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        learns = takes_gradient(tensor)
+        if learns is not look[4] and torch.is_grad_enabled():
+            what = "requires no gradient", "requires a gradient"
+            raise self._unlike(
+                line, f"gave a tensor that {what[learns]}", f"gave one that {what[look[4]]}"
+            )
+        return tensor.detach() if tensor.requires_grad and not learns else tensor
+
+    def _note_made(self, note: Note, made: Any, values: Values, call: StageCall) -> None:
         """Note what a line has made, set and changed."""
         line, given = note.line, note.given
         try:
@@ -178,7 +147,9 @@ class Player:
             for template in line.left:
                 bind(template, given[template[1]], line.index, values)
             for path, name, template in line.attributes:
-                module = self._module(line.what).get_submodule(path)
+                module = self._tree.model.get_submodule(
+                    f"{line.what}.{path}" if path else line.what
+                )
                 bind(template, vars(module)[name], line.index, values)
         except LookupError as error:
             raise self._unlike(line, f"gave {error}", "") from None
@@ -235,13 +206,19 @@ class Live(Writer):
 
     silent = False
 
-    def __init__(self, player: Player, tree: Forward, values: _Values, call: StageCall) -> None:
-        super().__init__(tree, call.score.draws, call.score.batch)
+    def __init__(self, player: Player, tree: ScoreTree, values: Values, call: StageCall) -> None:
+        super().__init__(tree, tree.interceptors)
+        self.begin(call.score.draws, call.score.batch)
         self._player, self._values, self._call = player, values, call
         self._decided = False
         self._kept: list[tuple[Tensor, Number]] = []
         for number, tensor in values.items():
             self.numbers[id(tensor)] = number
+
+    def played(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output."""
+        with self.open():
+            return self._real(self.run(args, kwargs))
 
     def new(self, line: Line, *_: Any) -> Any:
         """Refuse a call that is not in the score."""
@@ -259,7 +236,7 @@ class Live(Writer):
         changed = [(note.given[t[1]], new) for t, new in line.changes if t[0] is GIVEN]
         self._inside = True
         try:
-            self._player.play_line(note, self._values, self._call)
+            self._player.play((line.index,), self._values, self._call, {})
         finally:
             self._inside = False
         for tensor, number in changed:
@@ -279,13 +256,13 @@ class Live(Writer):
         if may_draw(func):
             self._enter(BETWEEN, self._drawn)
             self._drawn += 1
-        args, kwargs = self.real((args, kwargs or {}))
+        args, kwargs = self._real((args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
+    def unit(self, interceptor: Interceptor, run: Run, /, *args: Any, **kwargs: Any) -> Any:
         """Answer for a unit; once numbers have decided, it must be one of this stage."""
         if not self._decided or self._inside:
-            return super().unit(interceptor, run, args, kwargs)
+            return super().unit(interceptor, run, *args, **kwargs)
         if not self._player.has(interceptor.path):
             raise PlanError(
                 "the model's code decides by numbers that units make to call "
@@ -294,7 +271,7 @@ class Live(Writer):
             )
         self._enter(interceptor.path, self._calls[interceptor.path])
         self._calls[interceptor.path] += 1
-        args, kwargs = self.real((args, kwargs))
+        args, kwargs = self._real((args, kwargs))
         self._inside = True
         try:
             return run(*args, **kwargs)
@@ -305,14 +282,14 @@ class Live(Writer):
         """Answer for a custom function."""
         if not self._decided:
             return super().applied(function, run, args, kwargs)
-        args, kwargs = self.real((args, kwargs))
+        args, kwargs = self._real((args, kwargs))
         return run(*args, **kwargs)
 
     def _enter(self, path: str, number: int) -> None:
         if self._draws is not None:
             self._draws.enter(path, number)
 
-    def real(self, value: Any) -> Any:
+    def _real(self, value: Any) -> Any:
         """A value with numbers in place of placeholders."""
         return map_tensors(value, self._of_placeholder)
 
@@ -329,12 +306,17 @@ class Live(Writer):
         return real
 
 
-class _Values(dict[Any, Any]):
-    """The values of a stage by number; weights by name; placeholders of what is not read."""
+class Values(dict[Any, Any]):
+    """The values of a stage by number; weights by name; placeholders of what is not read.
 
-    def __init__(self, tree: Forward, score: Score) -> None:
+    Args:
+        tree: has the weights.
+        notes: the lines of the microbatch.
+    """
+
+    def __init__(self, tree: ScoreTree, notes: Sequence[Note]) -> None:
         super().__init__()
-        self._tensor, self._notes = tree.tensor_now, score.notes
+        self._tensor, self._notes = tree.tensor_now, notes
         self.copies_buffers = False
 
     def __missing__(self, number: Number) -> Any:

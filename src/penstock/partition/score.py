@@ -42,8 +42,7 @@ class Line:
     Attributes:
         what: the unit's path, the function, or the class of a custom function.
         unit: whether it is a call of a unit.
-        direct: whether the author's code calls the unit's ``forward`` itself.
-        run: what is called; None for a unit.
+        run: what a stage calls.
         call: for a unit, the number of its calls before.
         index: its place in the path.
         where: the module and line of the author's code.
@@ -81,13 +80,13 @@ class Line:
         generators: the model's generators from which it draws.
         checked: whether a stage has compared what it made with the placeholders.
         simple: whether it gives one value, and changes and leaves nothing else.
+        copies_buffers: whether it gets copies of buffers, which the next microbatch may write into.
     """
 
     what: Any
     run: Any = None
     call: int = 0
     unit: bool = False
-    direct: bool = False
     index: int = -1
     where: str = ""
     label: str = ""
@@ -123,6 +122,7 @@ class Line:
     generators: list[torch.Generator] = field(default_factory=list)
     checked: bool = False
     simple: bool = False
+    copies_buffers: bool = False
 
     @property
     def name(self) -> str:

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from penstock._engine.rng import Draws
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.forward import Forward
+from penstock.partition.forward import rehearse, write
 from penstock.partition.interception import Seeded
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
-from penstock.partition.playing import Player
+from penstock.partition.playing import Live, Player, Values
 from penstock.partition.score import Note, Score
+from penstock.partition.templates import BATCH, fill
+from penstock.partition.tree import ScoreTree
 from penstock.stage import StageCall, StageModule
 
 _NOTHING = CallPlan()
@@ -42,7 +44,7 @@ class CutModel:
     """
 
     def __init__(
-        self, tree: Forward, homes: Homes, stages: int, recomputes: Collection[str]
+        self, tree: ScoreTree, homes: Homes, stages: int, recomputes: Collection[str]
     ) -> None:
         self.tree, self.model, self.forward = tree, tree.model, tree.forward
         self.homes, self.stages, self.recomputes = homes, stages, frozenset(recomputes)
@@ -65,8 +67,7 @@ class CutModel:
         if self.stages == 1 and not self.recomputes:
             return [None] * len(calls)
         self.tree.refresh()
-        with self.tree.open(self.tree.hooked()):
-            scores: list[Score | None] = [self.tree.write(*call) for call in calls]
+        scores: list[Score | None] = [*write(self.tree, calls, self.tree.hooked())]
         for path, table, name, mine in self.loose:
             if table.get(name) is not mine[name]:
                 # A buffer between units that the author's code has set.
@@ -90,13 +91,13 @@ class CutModel:
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
         with torch.no_grad():
-            return sum(line.flops for line in lines_of(self.tree.rehearse((args, kwargs))))
+            return sum(line.flops for line in lines_of(rehearse(self.tree, (args, kwargs))))
 
     def rehearsed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """The plan of a call whose tensors may have no data; the model's code leaves no trace."""
         if self.stages == 1:
             return _NOTHING
-        return self.plan(self.tree.rehearse((args, kwargs), self.tree.hooked()))
+        return self.plan(rehearse(self.tree, (args, kwargs), self.tree.hooked()))
 
     # ---- edits of the model
 
@@ -138,8 +139,7 @@ class CutStage(StageModule):
         self.training = cut.model.training
         self._loose = _fill(self, cut, index)
         cut.loose += self._loose
-        last = index == cut.stages - 1
-        self._player = Player(cut.tree, cut.homes, index, last=last, recomputes=cut.recomputes)
+        self._player = Player(cut.tree, cut.homes, index, cut.recomputes)
 
     def scores(
         self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any], Draws | None]]
@@ -200,17 +200,46 @@ class CutStage(StageModule):
     def forward(
         self, call: StageCall, values: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Play this stage's lines."""
+        """Play this stage's lines.
+
+        Args:
+            call: which score it has, and its plan.
+            values: the values of other stages, by their edges.
+            args: the tensors of the batch that learn.
+            kwargs: "given" for tensors in place of those of :meth:`given`. For a model in one stage, these
+                two are its arguments.
+
+        Returns:
+            The model's output in the last stage and None in others; and the values to send, by their edges.
+        """
         if self._loose:
             self._follow()
-        if call.score is None:
+        score, plan, stage, tree = call.score, call.plan, self.index, self._cut.tree
+        if score is None:
             return self._whole(call, args, kwargs), {}
         if "given" in kwargs:
-            for (note, index), tensor in zip(
-                self._given(call.score, call.plan), kwargs["given"], strict=True
-            ):
+            given = self._given(score, plan)
+            for (note, index), tensor in zip(given, kwargs["given"], strict=True):
                 note.given[index] = tensor
-        return self._player.play(call, values, args)
+        known = Values(tree, score.notes)
+        for edge, number in plan.arrives[stage].items():
+            known[number] = values[edge]
+        for place, tensor in enumerate(args):
+            known[BATCH, place] = tensor
+        is_last = stage == self._cut.stages - 1
+        if is_last and score.call is not None:
+            return Live(self._player, tree, known, call).played(*score.call), {}
+        sent = self._player.play(plan.mine[stage], known, call, plan.drops[stage])
+        for number, edge in plan.sends[stage].items():
+            if isinstance(number, str):
+                # As the stage leaves it: nothing that comes before reads it elsewhere.
+                tensor = tree.tensor_now(number)
+                is_weight = isinstance(tensor, nn.Parameter)
+                sent[edge] = tensor.view_as(tensor) if is_weight else tensor.clone()
+        output = fill(plan.output, known, score.given) if is_last else None
+        if is_last:
+            score.given.clear()
+        return output, sent
 
     def given(self, score: Score, plan: CallPlan) -> list[Tensor]:
         """The tensors that are given to this stage's lines; see :meth:`StageModule.given`."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import Items, items_of
-from penstock.partition.kept import put_back
+from penstock.partition.snapshot import put_back
 
 Template: TypeAlias = tuple[Any, ...]
 Number: TypeAlias = tuple[int, int] | str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +26,21 @@ class ScoreTree:
 
     Args:
         model: the whole model.
+        forward: its forward.
         units: the paths of the modules that are placed as a whole.
         memo: what units gave, so that those that are alike need not run.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[str], memo: Memo) -> None:
-        self.model, self.memo = model, memo
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], units: Sequence[str], memo: Memo
+    ) -> None:
+        self.model, self.forward, self.memo = model, forward, memo
         self.units = {path: model.get_submodule(path) for path in units}
         self.interceptors = [Interceptor(module, path) for path, module in self.units.items()]
         self.mode = Fakes(allow_non_fake_inputs=True)
         self.metadata: set[Any] = set()
         self.by_numbers: set[Any] = set()
         self.borrowed = dict[str, frozenset[str]]()
-        self._held = dict[str, tuple[list[Any], list[Any]]]()
         self.roots: dict[Any, Line] = {}
         self.lines = 0
         self.modules = list(model.modules())
@@ -72,7 +74,6 @@ class ScoreTree:
             module for module in self.modules if not type(module).__module__.startswith("torch.")
         ]
         self._places = {full: (table, name) for table, name, full in self._tables}
-        self._settings: tuple[Any, ...] = ()
         self._hashed: tuple[tuple[Any, ...], str] = (), ""
         self._weights: list[Any] | None = None
         self.weights: dict[int, str] = {}
@@ -98,12 +99,6 @@ class ScoreTree:
                 self.tensors[name] = tensor
                 self.weights.setdefault(id(tensor), name)
         self.parameters = list(self.model.parameters())
-        self.buffers = {
-            id(buffer): f"{path}.{name}" if path else name
-            for path, module in self.outside
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
         # Objects that modules hold are the same in all calls.
         self.fixed = {
             id(value): value
@@ -118,13 +113,14 @@ class ScoreTree:
         tensor: Tensor = table[key]
         return tensor
 
-    def start(self, batch: Sequence[Tensor] = ()) -> Line:
-        """The root of the tree for the settings of the model's modules, and which weights learn.
+    def start(self, settings: tuple[Any, ...], batch: Sequence[Tensor]) -> Line:
+        """The root of the tree.
 
         Args:
+            settings: those of the model's modules.
             batch: the tensors of the batch that learn.
         """
-        state = (tuple(map(look_of, batch)), *(self._settings or self._settings_now()))
+        state = (tuple(map(look_of, batch)), *settings)
         root = self.roots.get(state)
         if root is None:
             if self.lines > _MOST_LINES:
@@ -135,7 +131,7 @@ class ScoreTree:
             root = self.roots[state] = Line(None, digest=digest)
         return root
 
-    def _settings_now(self) -> tuple[Any, ...]:
+    def settings_now(self) -> tuple[Any, ...]:
         """The modes and hooks of modules, which weights learn, and the author's flags and words."""
         hooks, flags = list[int](), list[Any]()
         for module in self.modules:
@@ -154,7 +150,7 @@ class ScoreTree:
 
     def settings(self) -> str:
         """A hash of the settings on which scores depend."""
-        now = self._settings_now()
+        now = self.settings_now()
         if now != self._hashed[0]:
             self._hashed = now, hashlib.blake2b(repr(now).encode(), digest_size=16).hexdigest()
         return self._hashed[1]
@@ -185,6 +181,11 @@ class ScoreTree:
         self.roots.clear()
         self.lines = 0
 
+    def buffer_between(self, tensor: Tensor) -> str:
+        """The name of a buffer of a module outside of units; empty if it is none."""
+        named = ((p, n, b) for p, module in self.outside for n, b in module._buffers.items())
+        return next((f"{p}.{n}" if p else n for p, n, b in named if b is tensor), "")
+
     # ---- fake tensors
 
     def twin(self, tensor: Tensor) -> Tensor:
@@ -209,34 +210,6 @@ class ScoreTree:
             return tensor
         with torch.enable_grad():
             return tensor.clone()
-
-    def note_held(self, path: str, unit: nn.Module) -> None:
-        """Note the weights, parts and hooks that a unit holds."""
-        parts = [part for part in unit.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        entries = [
-            (table, name, value)
-            for part in parts
-            for table in (part._parameters, part._modules)
-            for name, value in table.items()
-        ]
-        hooks = [(of, len(of)) for p in parts for of in (p._forward_pre_hooks, p._forward_hooks)]
-        self._held[path] = entries, hooks
-
-    def other_hooks(self, path: str) -> list[int] | None:
-        """How many hooks each part of a unit has; None if as many as were noted.
-
-        Raises:
-            LookupError: it has other weights or parts than were noted.
-        """
-        entries, hooks = self._held[path]
-        # In loops: this runs for each line of each microbatch.
-        for table, name, value in entries:
-            if table.get(name) is not value:
-                raise LookupError(name)
-        for of, count in hooks:
-            if len(of) != count:
-                return [len(of) for of, _ in hooks]
-        return None
 
     def names_of(self, parts: Sequence[nn.Module], places: Sequence[tuple[int, str]]) -> list[str]:
         """The names of weights and buffers, given by the positions of their modules."""

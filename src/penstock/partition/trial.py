@@ -12,7 +12,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -27,9 +27,9 @@ from penstock.errors import PartitionError
 from penstock.partition.alike import Answer, CallLook, filled, without_data
 from penstock.partition.functions import SET_HOOKS, is_ours, reads_numbers
 from penstock.partition.interception import Run, alone_and_silent, reads_noted
-from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.names import COLLECTIVES, NEED_DATA, FakeTensor, without_modes
 from penstock.partition.score import Line
+from penstock.partition.snapshot import Snapshot, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.templates import (
     AGAIN,
     CONST,
@@ -70,6 +70,7 @@ class Writing(Protocol):
     makers: dict[int, int]
     work: Work
     inner_work: dict[int, float]
+    at_end: ExitStack
 
     def trying(self, trial: Trial) -> AbstractContextManager[None]:
         """A context in which calls belong to a trial."""
@@ -82,9 +83,6 @@ class Writing(Protocol):
 
     def note_maker(self, tensor: Tensor, line: Line) -> bool:
         """Note that a line has made a tensor; returns whether its memory is new."""
-
-    def at_end(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function when the author's forward has run."""
 
     def refusal(self, does: str) -> PartitionError:
         """The error for what cannot be written, which counts whatever the author's code makes of it."""
@@ -287,7 +285,7 @@ class Trial:
         line, parts = self._line, list(self._unit.modules())
         with ExitStack() as stack:
             stack.enter_context(alone_and_silent())
-            kept = Kept(parts, self._fixed)
+            kept = Snapshot(parts, self._fixed, code=True, data=False)
             # Dynamo cannot compile on fake tensors, and would not try again on real ones.
             stack.enter_context(uncompiled())
             stack.enter_context(replaced(self._tree.stand_ins(line.what, self._unit)))
@@ -324,7 +322,7 @@ class Trial:
                     if is_state or not holds_fakes(thing):
                         return False
                     self._stays = True
-                    self._writer.at_end(put_back, thing, before)
+                    self._writer.at_end.callback(put_back, thing, before)
                     return True
 
                 self._line.moves = kept.restore(stays)
@@ -501,9 +499,8 @@ class Trial:
         for tensor, target in rows:
             if not isinstance(tensor, Tensor) or not self._has_changed(tensor):
                 continue
-            buffers = self._tree.buffers
-            buffer = buffers.get(id(given[target[1]])) if target[0] is GIVEN else None
-            if buffer is not None:
+            buffer = self._tree.buffer_between(given[target[1]]) if target[0] is GIVEN else ""
+            if buffer:
                 raise self._writer.refusal(
                     f"changes the buffer {buffer!r} outside of its units, by what units gave; move it into a "
                     "module that is in one stage, with the code that changes it"

@@ -6,9 +6,12 @@ import hashlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from penstock.partition.functions import (
     AS_SHAPES,
     BY_LENGTHS,
     METADATA,
+    NORMS,
     SET_HOOKS,
     TAKE_GRADIENTS,
     is_ours,
@@ -35,11 +39,13 @@ from penstock.partition.interception import (
     BETWEEN,
     Interceptor,
     Run,
+    attributes_told,
+    intercepted,
     is_checkpoint,
+    others_seen,
     reads_noted,
     uncheckpointed,
 )
-from penstock.partition.kept import replaced
 from penstock.partition.lines import is_called_by_library, line_of, place_of, running, where
 from penstock.partition.names import (
     FAKE_LOGGER,
@@ -55,6 +61,7 @@ from penstock.partition.names import (
     without_functions,
 )
 from penstock.partition.score import Line, Note
+from penstock.partition.snapshot import replaced
 from penstock.partition.templates import (
     BATCH,
     CONST,
@@ -75,25 +82,27 @@ from penstock.partition.tree import ScoreTree
 from penstock.partition.trial import IS_LINE, Trial
 from penstock.partition.work import Work
 
+_VALUES = dict.values
 _MOST_CACHED = 20_000
 """The operations without data that torch may remember."""
 
 
 class Writer(TorchFunctionMode):
-    """Writes the score of one microbatch, while the author's forward runs.
+    """Writes the scores of microbatches, one after the other, while the author's forward runs.
 
     Args:
         tree: the lines that are known.
-        draws: as for :meth:`Forward.write`.
+        interceptors: those of the units.
 
     Attributes:
+        units: the units, by path.
         numbers: the values, by the identity of their placeholders.
         shown: the placeholders of all values so far.
         notes: the lines.
-        units: the units, by path.
         refused: errors that count, whatever the author's code makes of them.
         decides: whether the author's code has read numbers that units make.
         makers: the lines that have made the placeholders and what units keep, by the identity of its memory.
+        at_end: what is to happen when the author's forward has run.
         work: the operations of all new lines.
         inner_work: those of the modules inside units that were counted, by their identity.
     """
@@ -101,52 +110,99 @@ class Writer(TorchFunctionMode):
     silent = True
     """Whether calls are answered with placeholders alone."""
 
-    def __init__(self, tree: ScoreTree, draws: Draws | None, batch: Sequence[Tensor] = ()) -> None:
+    def __init__(self, tree: ScoreTree, interceptors: Sequence[Interceptor]) -> None:
         super().__init__()
-        self.decides = False
-        self.tree, self._draws, self._drawn = tree, draws, 0
-        self.root = self._at = tree.start(batch)
+        self.tree, self.interceptors = tree, interceptors
+        self.units = {one.path: one.module for one in interceptors}
+        self._tables = {path: _tables_of(unit) for path, unit in self.units.items()}
+        self.work = Work()
+        self.inner_work: dict[int, float] = {}
+        self._settings = tree.settings_now()
+        self._before, self._saving = dict(copy_context().items()), saving(False)
+
+    def begin(self, draws: Draws | None, batch: Sequence[Tensor]) -> None:
+        """Begin a microbatch.
+
+        Args:
+            draws: seeds what functions between units draw; None leaves the generators alone.
+            batch: the tensors of the batch that learn.
+        """
+        tree = self.tree
+        self.decides, self._draws, self._drawn = False, draws, 0
+        self.root = self._at = tree.start(self._settings, batch)
         self.notes: list[Note] = []
         self.numbers: dict[int, Any] = dict(tree.weights)
         self.shown: dict[Any, Tensor] = dict(tree.tensors)
         for number, tensor in enumerate(batch):
             self.numbers[id(tensor)] = (BATCH, number)
             self.shown[BATCH, number] = tensor
-        self.units: dict[str, nn.Module] = {}
         self.refused: list[Exception] = []
+        self.at_end = ExitStack()
         self._reader = Reader(self.numbers.get, self._read_tensor, tree.fixed)
         self._calls: Counter[str] = Counter()
-        self._hooked: dict[str, list[int]] = {}
+        self._as_called: list[tuple[str, list[Any]]] = []
         self._looks: dict[int, tuple[Tensor, Look]] = {}
-        self._depth = 0
-        self._inside = False
+        self._depth, self._inside = 0, False
         self._trial: Trial | None = None
         self._latest = ""
         self._sets: dict[str, dict[tuple[int, str], nn.Module]] = {}
         self.makers: dict[int, int] = {}
         self._memory: list[Any] = []
         self._overwritten: set[int] = set()
-        self.work = Work()
-        self.inner_work: dict[int, float] = {}
-        self._before, self._saving = dict(copy_context().items()), saving(False)
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
-        """A context in which the model's code runs on fakes; it leaves attributes as they were."""
-        logger = logging.getLogger(FAKE_LOGGER)
+    def open(self) -> Iterator[None]:
+        """A context in which this answers for all that the author's forward calls, which runs on fakes."""
+        tree, logger = self.tree, logging.getLogger(FAKE_LOGGER)
         silent, logger.disabled = logger.disabled, True
         # Its fused kernels give other tensors without data than with data. As of torch 2.13.
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        self.tree.mode.refused = self._collective
+        tree.mode.refused = self._collective
+        padded = [
+            module.register_forward_pre_hook(self._check_padding, with_kwargs=True)
+            for _, module in tree.outside
+            if isinstance(module, nn.TransformerEncoder)
+            and getattr(module, "use_nested_tensor", False)
+            and not (module.training or torch.is_grad_enabled())
+        ]
         try:
-            with ExitStack() as self._stack:
+            with (
+                intercepted(self.interceptors, self.unit, self.units),
+                attributes_told(),
+                others_seen(self),
+            ):
                 yield
         finally:
-            self.tree.mode.refused = None
+            for hook in padded:
+                hook.remove()
+            tree.mode.refused = None
             logger.disabled = silent
             torch.backends.mha.set_fastpath_enabled(fused)
             forget_operations(_MOST_CACHED)
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the author's forward."""
+        try:
+            with self.at_end, self:
+                output: Any = self.tree.forward(*args, **kwargs)
+        except Exception as error:
+            if self.refused:
+                raise self.refused[0] from None
+            self._check_units()
+            raise self._explained(error) from error
+        if self.refused:
+            raise self.refused[0]
+        return output
+
+    def _check_padding(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Refuse PyTorch's encoders that drop padding with nested tensors, if their layers are units."""
+        if kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None:
+            raise PartitionError(
+                f"{self.tree.paths.get(id(module)) or 'the model'} (TransformerEncoder) drops padded "
+                "positions in evaluation, by nested tensors, which cannot travel between stages; set its "
+                "use_nested_tensor = False, or place it as a whole by naming it in stages="
+            )
 
     def _collective(self) -> PartitionError | None:
         """The error of a collective between units, which torch shows nobody; inside of units they may run."""
@@ -157,16 +213,14 @@ class Writer(TorchFunctionMode):
             "a module that is placed as a whole, or a functional one, as torch.distributed.nn has"
         )
 
-    def at_end(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function when the author's forward has run."""
-        self._stack.callback(function, *args)
-
     def let_go(self) -> None:
         """Let go of all tensors: what holds placeholders now is the author's."""
+        self._inside = True  # what the author's code keeps of a call is no line
         del self._reader  # it refers back here
         self.shown.clear()
         self._looks.clear()
         self._memory.clear()
+        self._as_called.clear()
 
     # ---- what the author's code calls
 
@@ -213,34 +267,23 @@ class Writer(TorchFunctionMode):
             raise self.refusal("takes gradients between its units, which no stage has whole")
         return self._line(func, func, 0, args, kwargs, draw)
 
-    def unit(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
+    def unit(self, interceptor: Interceptor, run: Run, /, *args: Any, **kwargs: Any) -> Any:
         """Answer for a unit."""
         if self._inside:
             return run(*args, **kwargs)
-        is_direct = getattr(run, "__name__", "") == "forward"
-        if not is_direct and not isinstance(interceptor.module, torch.jit.ScriptModule):
-            # A compiled module runs as it was written.
-            run = getattr(interceptor.module, "_orig_mod", interceptor.module)._call_impl
         path = interceptor.path
-        try:
-            hooks = self.tree.other_hooks(path)
-        except LookupError:
-            raise self._other_for_a_while(path) from None
-        if hooks is not None:
-            self._hooked[path] = hooks
-        call, self._calls[path] = self._calls[path], self._calls[path] + 1
-        key = (path, "forward") if is_direct else path
-        output = self._line(path, run, call, args, kwargs, call, key)
+        held = [*chain.from_iterable(map(_VALUES, self._tables[path]))]
+        self._as_called.append((path, held))
+        call = self._calls[path]
+        self._calls[path] = call + 1
+        is_direct = getattr(run, "__name__", "") == "forward"
+        output = self._line(
+            path, run, call, args, kwargs, call, (path, "forward") if is_direct else path
+        )
         self._latest = path
         return output
 
-    def _other_for_a_while(self, path: str) -> PartitionError:
-        return self.refusal(
-            f"calls {path} with other weights, parts or hooks for a while, as functional_call does, "
-            "which its stage would not know; put that into a module that is placed as a whole"
-        )
-
-    def counted(self, interceptor: Interceptor, run: Run, args: Any, kwargs: Any) -> Any:
+    def counted(self, interceptor: Interceptor, run: Run, /, *args: Any, **kwargs: Any) -> Any:
         """Count the operations of a module inside a unit."""
         before = self.work.total
         output = run(*args, **kwargs)
@@ -374,26 +417,9 @@ class Writer(TorchFunctionMode):
         key = (what_key, modes, tuple(templates), tuple(kwargs), tuple(beside), numbers)
         line = self._at.next.get(key)
         if line is None:
-            direct = not copies and type(key[0]) is tuple
-            line = Line(what, run if copies else None, call, not copies, direct)
-            line.index, line.modes = self._at.index + 1, modes
-            line.args = tuple(templates[: len(args)])
-            line.kwargs = tuple(zip(kwargs, templates[len(args) :], strict=True))
-            line.beside = (TUPLE, tuple, tuple(beside))
-            with left(self):
-                output = self.new(line, run, given)
-            if output is not IS_LINE:
+            line, output = self._new_line(key, what, run, call, given, len(args))
+            if line is None:
                 return output
-            if what in tree.by_numbers and not numbers:
-                key = (*key[:-1], self._numbers_in(given))
-            line.simple = line.result[0] is VALUE and not (
-                line.changes or line.left or line.attributes or line.numbers or line.belongs
-            )
-            line.digest = hashlib.blake2b(
-                self._at.digest + f"{_key_text(key)}".encode(), digest_size=16
-            ).digest()
-            self._at.next[key] = line
-            tree.lines += 1
         self._at = line
         packs = saving(False)
         if packs is self._saving:  # none, or those around the step
@@ -436,13 +462,13 @@ class Writer(TorchFunctionMode):
                 module = unit.get_submodule(path)
                 self._put(module, name, value)
                 noted.append((module, name, (line, name)))
-            self._stack.enter_context(reads_noted(noted, self._used_elsewhere))
+            self.at_end.enter_context(reads_noted(noted, self._used_elsewhere))
         result = line.result
         return self.shown[result[1]] if result[0] is VALUE else fill(result, self.shown, given)
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute until the author's forward has run."""
-        self._stack.enter_context(replaced([(vars(module), name, value)]))
+        self.at_end.enter_context(replaced([(vars(module), name, value)]))
 
     def has_set(self, module: nn.Module, name: str) -> None:
         """Note that the author's code has set an attribute in a unit: the unit gets it with its next call."""
@@ -486,6 +512,53 @@ class Writer(TorchFunctionMode):
         return (GIVEN, len(given) - 1, known[1])
 
     # ---- a new line
+
+    def _runs_of(self, unit: nn.Module, run: Run) -> tuple[Run, Run]:
+        """What makes a unit's call on fakes, and what makes it in a stage."""
+        if getattr(run, "__name__", "") == "forward":  # the author's code calls it itself
+            return run, partial(_run_forward, unit)
+        if isinstance(unit, torch.jit.ScriptModule):
+            return run, unit
+        # A compiled module runs as it was written.
+        return getattr(unit, "_orig_mod", unit)._call_impl, unit
+
+    def _new_line(
+        self, key: Any, what: Any, run: Run, call: int, given: list[Any], count: int
+    ) -> tuple[Line | None, Any]:
+        """A line that comes after this one for the first time; or None, and what a function of shapes gave.
+
+        Args:
+            key: what tells it from others that come after this one.
+            what: as in the line.
+            run: makes the call.
+            call: as in the line.
+            given: what the templates of its arguments leave open.
+            count: the number of its positional arguments.
+        """
+        is_unit, played = type(what) is str, run
+        if is_unit:
+            run, played = self._runs_of(self.units[what], run)
+        _, modes, templates, names, beside, numbers = key
+        line = Line(what, played, call, is_unit)
+        line.index, line.modes = self._at.index + 1, modes
+        line.args = templates[:count]
+        line.kwargs = tuple(zip(names, templates[count:], strict=True))
+        line.beside = (TUPLE, tuple, beside)
+        with left(self):
+            output = self.new(line, run, given)
+        if output is not IS_LINE:
+            return None, output
+        if what in self.tree.by_numbers and not numbers:
+            key = (*key[:-1], self._numbers_in(given))
+        line.simple = line.result[0] is VALUE and not (
+            line.changes or line.left or line.attributes or line.numbers or line.belongs
+        )
+        line.copies_buffers = not (is_unit or line.changes or name_of(what) in NORMS)
+        text = f"{_key_text(key)}".encode()
+        line.digest = hashlib.blake2b(self._at.digest + text, digest_size=16).digest()
+        self._at.next[key] = line
+        self.tree.lines += 1
+        return line, None
 
     def new(self, line: Line, run: Run, given: list[Any]) -> Any:
         """Find out what a new line does; returns ``IS_LINE``, or what a function of shapes alone gave."""
@@ -563,12 +636,26 @@ class Writer(TorchFunctionMode):
 
     # ---- the end
 
+    def _check_units(self) -> None:
+        """Check that each unit is as it was called: so the stages will call it.
+
+        Raises:
+            PartitionError: it has other weights, parts or hooks.
+        """
+        for path, held in self._as_called:
+            now = [*chain.from_iterable(map(_VALUES, self._tables[path]))]
+            if len(now) != len(held) or not all(map(is_, now, held)):
+                lines = (note.line.where for note in self.notes if note.line.what == path)
+                raise PartitionError(
+                    f"{next(lines, f'in {path}')}: the model calls {path} with other weights, parts or hooks "
+                    "for a while, as functional_call does, which its stage would not know; put that into a "
+                    "module that is placed as a whole"
+                )
+
     def ended(self, output: Any) -> tuple[list[Note], Template, list[Any]]:
         """The lines, the template of the output, and what that leaves open."""
         given: list[Any] = []
-        for path, hooks in self._hooked.items():
-            if self.tree.other_hooks(path) != hooks:  # those that stay are called in the stage
-                raise self._other_for_a_while(path)
+        self._check_units()
         if hasattr(type(output), "__next__"):
             kind, model = type(output).__name__, type(self.tree.model).__name__
             raise PartitionError(
@@ -589,7 +676,7 @@ class Writer(TorchFunctionMode):
         self.refused.append(error)
         return error
 
-    def explained(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception) -> Exception:
         """What to raise for an error of the author's code."""
         by = "torch.compile" if is_of_dynamo(error) else ""
         if isinstance(error, RuntimeError) and not str(error).strip():
@@ -602,6 +689,20 @@ class Writer(TorchFunctionMode):
             f"{after}the {type(self.tree.model).__name__} runs code that {by} has compiled between its "
             "units, which cannot be cut; compile modules that are placed as a whole"
         )
+
+
+def _tables_of(unit: nn.Module) -> list[dict[Any, Any]]:
+    """The tables of the weights, parts and hooks of a unit."""
+    tables: list[dict[Any, Any]] = []
+    for part in unit.modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            hooks = part._forward_pre_hooks, part._forward_hooks
+            tables += [part._parameters, part._modules, *hooks]
+    return tables
+
+
+def _run_forward(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return unit.forward(*args, **kwargs)
 
 
 def _is_dispatched(frame: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -19,6 +19,7 @@ from torch import nn
 from penstock._engine.microbatches import (
     MISSING,
     Batch,
+    KnownCuts,
     image_tokens,
     output_rule,
     rules_with_images,
@@ -160,6 +161,7 @@ class Engine:
         self._depth = 0
         self._flowing: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._image_tokens: dict[str, int] = {}
+        self._cuts: KnownCuts = {}
 
     # ---- the model, and the stages that it is cut into
 
@@ -323,7 +325,8 @@ class Engine:
         step = self._run(call, arguments)
         self._flowing += step.batch_gradients
         self.weights.leave_gradients(averaged=call.finalizes or step.adapters is None)
-        self._check_losses_inside(step, arguments)
+        if self._job.steps == 1:
+            self._check_losses_inside(step, arguments)
         if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
@@ -437,7 +440,7 @@ class Engine:
         with torch.enable_grad(), call.refusing():
             self._bring(call, arguments)
             self._schedules.check_trains(call.batch.count)
-            call.batch = replace(call.batch, targets=gradients)
+            call.batch = replace(call.batch, targets=gradients, look=None)
         self._flowing += self._run(call, arguments).batch_gradients
 
     @_in_turn
@@ -459,12 +462,9 @@ class Engine:
         with self.turn():
             with call.refusing():
                 self._check_ready()
-            if call.trains:
-                self.weights.prepare()
-            with self._runner.driven(call) as (step, perform):
+            sharing = self.weights.in_step() if call.trains else nullcontext()
+            with sharing, self._runner.driven(call) as (step, perform):
                 yield step, perform
-            if call.trains:
-                self.weights.finish()
             self._flowing += step.batch_gradients
 
     # ---- a call
@@ -542,12 +542,15 @@ class Engine:
     def _split(self, arguments: CallArguments) -> Batch:
         """The arguments, split into microbatches."""
         args, kwargs, target, microbatches, _ = arguments
-        count = whole_number("microbatches", microbatches)
-        count = self._schedules.microbatches if count is None else count
-        rules = self._rules
+        count = self._schedules.microbatches
+        if microbatches is not None:
+            count = whole_number("microbatches", microbatches)
+        rules, known = self._rules, self._cuts
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
-        return split_batch(args, kwargs, target, rules, count, fewer=True)
+        if rules is not self._rules:
+            known = {}  # rules of this batch alone
+        return split_batch(args, kwargs, target, rules, count, fewer=True, known=known)
 
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.
@@ -558,14 +561,10 @@ class Engine:
         """
         try:
             self._cut_by(call)
-            if call.trains:
-                self.weights.prepare()
-            step = self._runner.run(call)
+            with self.weights.in_step() if call.trains else nullcontext():
+                return self._runner.run(call)
         except StageError as error:
             raise self._explained(error, call, arguments) from error.__cause__
-        if call.trains:
-            self.weights.finish()
-        return step
 
     def _cut_by(self, call: Call) -> None:
         """Cut the model by what a call brings, if that is still to be done."""
@@ -623,13 +622,13 @@ class Engine:
     # ---- losses that the model's forward computes, or adds
 
     def _check_losses_inside(self, step: StepState, arguments: CallArguments) -> None:
-        """After the first step: check losses that the model's forward computes or adds.
+        """Check losses that the model's forward computes or adds, after the first step.
 
         Raises:
             UsageError: the main one is not what it says, or an added one with a weight of its own.
         """
         loss, model_call = step.call.loss, step.agreement.model_call
-        if loss is None or self._job.steps > 1:
+        if loss is None:
             return
         if loss.check and not self._job.rank:
             loss.warn_of_unknown(step.result.losses)

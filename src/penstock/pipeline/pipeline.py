@@ -436,8 +436,10 @@ class Pipeline:
         """
         with self.engine.turn():
             self._look_at_last()
-            event = StepEvent(self.randomness.step + 1, self._job.is_main_process, self.device)
-            self._step_hooks.call("before", event)
+            number, event = self.engine.randomness.step + 1, None
+            if self._step_hooks:
+                event = StepEvent(number, self._job.is_main_process, self.device)
+                self._step_hooks.call("before", event)
             started = perf_counter()
             arguments = self.engine.arguments(
                 args,
@@ -454,16 +456,14 @@ class Pipeline:
                 accumulate=accumulate,
                 scaler=scaler,
                 outputs=outputs,
-                record=record or event.record,
+                record=record or (event is not None and event.record),
             )
             if scaler is None:
                 self._unread = result
-                waits = self.engine.training_loss.nonfinite == "warn" and is_accelerator(
-                    self.device
-                )
-                if not waits or self._job.transport is not None:
+                waits = self.engine.training_loss.nonfinite == "warn"
+                if not (waits and self._job.transport is None and is_accelerator(self.device)):
                     self._look_at_last()
-            if self._step_hooks:
+            if event is not None:
                 after = replace(event, result=result, seconds=perf_counter() - started)
                 self._step_hooks.call("after", after)
             return result
@@ -697,7 +697,7 @@ class Pipeline:
         Without one, a pair of an F and a B is run by the method ``overlapped_forward_backward`` of the module
         of the stage that runs the F, if it has one and is neither wrapped in DistributedDataParallel nor
         sharded by FSDP; else, and where the backward is an I, F runs first, then the backward. See
-        docs/schedules.md.
+        docs/schedules.md. For layers that communicate there is :func:`penstock.overlap_collectives`.
 
         Args:
             function: called with a :class:`~penstock.PairForward` and a :class:`~penstock.PairBackward`. It

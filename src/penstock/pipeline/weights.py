@@ -6,6 +6,7 @@ import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -476,17 +477,18 @@ class ModelWeights:
             if True in [tensor.is_meta for tensor in tensors]:
                 self.here.check_filled()
             self._is_filled = True
-        for stage in self._stages:
-            stage.follow_memory()
+            for stage in self._stages:
+                stage.follow_memory()
 
-    def prepare(self) -> None:
-        """Before a training step: tie shared weights again, and note the shared buffers."""
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """A context for a training step.
+
+        Before it, shared weights are tied again; after it, their gradients are summed over stages.
+        """
         assert self._sharing is not None
         self._sharing.prepare()
-
-    def finish(self) -> None:
-        """After a training step: sum the gradients of shared weights over stages."""
-        assert self._sharing is not None
+        yield
         try:
             self._sharing.finish()
         except BaseException as error:

@@ -31,8 +31,8 @@ from penstock.errors import PenstockError, UsageError
 from penstock.partition import CallPlan, partition
 from penstock.partition.alike import filled, without_data
 from penstock.partition.base import home_of
-from penstock.partition.kept import Kept
 from penstock.partition.names import FakeTensorMode, without_modes
+from penstock.partition.snapshot import Snapshot
 from penstock.plan.costs import UnitCost, Units, ValueCost
 from penstock.plan.meter import FusedAttention, Meter, Operation
 from penstock.schedule import Edge
@@ -136,7 +136,7 @@ def measure_units(
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Remove the model's hooks; afterwards restore everything."""
-    snapshot = Kept(model.modules())
+    snapshot = Snapshot(model.modules(), code=True, data=False)
     try:
         tables = [entry for module in model.modules() for entry in vars(module).items()]
         for name, value in tables:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock._engine.faults.activity import Timeouts as Timeouts
     from penstock._engine.faults.activity import add_probe as add_probe
     from penstock._engine.faults.activity import has_probes as has_probes
+    from penstock._engine.faults.activity import stand_in as stand_in
     from penstock._engine.faults.failure import Failure as Failure
     from penstock._engine.faults.failure import failing_module as failing_module
     from penstock._engine.faults.failure import versions as versions

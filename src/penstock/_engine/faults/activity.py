@@ -253,13 +253,29 @@ class Activity:
         """A wait that nobody has noted, as in a wrapper's or the user's own collective."""
         if monotonic() - self.since < LONG:
             return None
-        frame = _frames().get(self._thread)
+        frame = _frames().get(_STAND_INS.get(self._thread, self._thread))
         while frame is not None and frame.f_code.co_filename == _OPERATORS:
             frame = frame.f_back
         file = "" if frame is None else frame.f_code.co_filename
         if frame is None or not file.startswith(_COLLECTIVES) or file.startswith(_FILES):
             return None
         return f"{frame.f_code.co_name}() of torch.distributed"
+
+
+_STAND_INS: dict[int, int] = {}
+
+
+def stand_in(caller: int, worker: int | None) -> None:
+    """Note that a thread works in the place of another, which waits for it; ``None`` if none does any more.
+
+    Args:
+        caller: the identifier of the thread that waits.
+        worker: that of the thread that works.
+    """
+    if worker is None:
+        _STAND_INS.pop(caller, None)
+    else:
+        _STAND_INS[caller] = worker
 
 
 def _frames() -> dict[int, FrameType]:

@@ -19,7 +19,7 @@ from penstock._engine.microbatches.rules import (
     read_rules,
 )
 from penstock._engine.microbatches.slicing import sliced
-from penstock._engine.microbatches.splitting import split_batch
+from penstock._engine.microbatches.splitting import KnownCuts, split_batch
 from penstock._engine.microbatches.tokens import labels_that_count
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "ByImages",
     "CallSplitter",
     "ItemRule",
+    "KnownCuts",
     "Microbatch",
     "Microbatches",
     "Replicate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,15 +18,12 @@ class Microbatch:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         samples: the number of samples that it holds; 0 if no argument is split.
-        kind: parts of a batch that have the same kind differ only in their data; ``None`` if that is
-            unknown.
         local: keyword arguments of any type that stay in this process and are not described to others.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: int
-    kind: int | None = None
     local: dict[str, Any] = field(default_factory=dict)
 
 
@@ -44,6 +41,7 @@ class Batch:
         weights: how much each microbatch counts in a mean, where that is not its samples.
         dim: the dimension of the tokens, if the batch is a packed row.
         sequences: the number of sequences of each microbatch, if the batch is a packed row.
+        look: equal for batches of one pipeline that differ only in their data; ``None`` if that is unknown.
     """
 
     parts: Sequence[Microbatch] | None = None
@@ -55,6 +53,7 @@ class Batch:
     weights: Sequence[int] | None = None
     dim: int | None = None
     sequences: Sequence[int] | None = None
+    look: Hashable | None = None
 
 
 class _Missing:

@@ -38,14 +38,14 @@ class SplitPiece(NamedTuple):
         path: where it is, for messages.
         value: the piece.
         rule: how it is split; None if nobody said so.
-        cut: returns its part in each microbatch, from the samples of each.
+        cut: returns its part in each microbatch, from the piece and the samples of each.
         samples: how many samples it has, if it is split by its entries or along a dimension.
     """
 
     path: str
     value: Any
     rule: ItemRule | None
-    cut: Callable[[Sequence[int]], Sequence[Any]]
+    cut: Callable[[Any, Sequence[int]], Sequence[Any]]
     samples: int | None = None
 
     @property
@@ -70,21 +70,20 @@ def _piece(path: str, value: Any, rule: ItemRule | None, *, alone: bool = True) 
         alone: whether the rule is for this piece, and not for all that an argument holds.
     """
     if isinstance(rule, Replicate):
-        return SplitPiece(path, value, rule, partial(_repeated, value))
+        return SplitPiece(path, value, rule, _repeated)
     if not isinstance(rule, Split | None):
-        return SplitPiece(path, value, rule, partial(_cut_by_function, rule, value, path))
+        return SplitPiece(path, value, rule, partial(_cut_by_function, rule, path))
     if rule is not None and rule.dim is None:
-        return SplitPiece(path, value, rule, partial(_cut_entries, value), len(value))
+        return SplitPiece(path, value, rule, _cut_entries, len(value))
     if isinstance(value, BlockMask):
         samples = samples_of(value)
-        cut = partial(_repeated if samples is None else split_mask, value)
-        return SplitPiece(path, value, rule, cut, samples)
+        return SplitPiece(path, value, rule, _repeated if samples is None else split_mask, samples)
     if isinstance(value, np.ndarray):
         raise MicrobatchError(
             f"{path} is a numpy array, which cannot be split; make it a tensor with torch.as_tensor"
         )
     if not isinstance(value, Tensor) or not (value.dim() or (rule is not None and alone)):
-        return SplitPiece(path, value, REPLICATE, partial(_repeated, value))
+        return SplitPiece(path, value, REPLICATE, _repeated)
     dim, chunks = (
         0 if rule is None or rule.dim is None else rule.dim,
         1 if rule is None else rule.chunks,
@@ -99,7 +98,7 @@ def _piece(path: str, value: Any, rule: ItemRule | None, *, alone: bool = True) 
         raise MicrobatchError(
             f"{path} of shape {list(value.shape)} does not consist of {chunks} chunks in dimension {dim}"
         )
-    return SplitPiece(path, value, rule, partial(_cut_tensor, value, dim, chunks, path), samples)
+    return SplitPiece(path, value, rule, partial(_cut_tensor, dim, chunks, path), samples)
 
 
 def _repeated(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
@@ -111,7 +110,7 @@ def _cut_entries(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
 
 
 def _cut_by_function(
-    function: Splitter, value: Any, path: str, sizes: Sequence[int]
+    function: Splitter, path: str, value: Any, sizes: Sequence[int]
 ) -> Sequence[Any]:
     parts: Sequence[Any] = function(value, sizes)
     if len(parts) != len(sizes):
@@ -122,7 +121,7 @@ def _cut_by_function(
 
 
 def _cut_tensor(
-    value: Tensor, dim: int, chunks: int, path: str, sizes: Sequence[int]
+    dim: int, chunks: int, path: str, value: Tensor, sizes: Sequence[int]
 ) -> Sequence[Tensor]:
     try:
         parts: Sequence[Tensor]
@@ -143,9 +142,16 @@ def _cut_tensor(
 
 
 class SplitPieces(NamedTuple):
-    """The pieces of an argument, and what builds it again from a part of each."""
+    """The pieces of an argument.
+
+    Attributes:
+        pieces: what is known of each.
+        apart: takes an argument that looks the same into its pieces.
+        build: builds the argument again from a part of each.
+    """
 
     pieces: Sequence[SplitPiece]
+    apart: Callable[[Any], Sequence[Any]]
     build: Callable[[Iterator[Any]], Any]
 
 
@@ -165,8 +171,10 @@ def pieces_of(value: Any, rule: Rule | None, path: str) -> SplitPieces:
         _pieces_of_item(item, rule.get(key), path + path_of((key,)))
         for key, item in items.of.items()
     ]
+    pieces = [piece for item in inner for piece in item.pieces]
     return SplitPieces(
-        [piece for item in inner for piece in item.pieces],
+        pieces,
+        lambda _: [piece.value for piece in pieces],
         lambda parts: items.build([item.build(parts) for item in inner]),
     )
 
@@ -178,26 +186,37 @@ def _pieces_of_item(value: Any, rule: ItemRule | None, path: str) -> SplitPieces
             f"{path} is a {type(value).__name__}, but its rule Split(None) is for a list or tuple"
         )
     if by_entry or not isinstance(rule, Split | None) or isinstance(value, Tensor):
-        return SplitPieces([_piece(path, value, rule)], next)
+        return SplitPieces([_piece(path, value, rule)], _alone, next)
     if not any(isinstance(leaf, Tensor | np.ndarray) for leaf in flatten(value)[0]):
-        return SplitPieces([_piece(path, value, REPLICATE)], next)
+        return SplitPieces([_piece(path, value, REPLICATE)], _alone, next)
     return pieces_of_leaves(
         value, lambda place, leaf: _piece(path + path_of(place), leaf, rule, alone=False)
     )
 
 
+def _alone(value: Any) -> Sequence[Any]:
+    return (value,)
+
+
 def pieces_of_leaves(value: Any, piece: Callable[[Place, Any], SplitPiece]) -> SplitPieces:
     """A piece for each leaf of a value; a block mask is one."""
     pieces = [piece(place, leaf) for place, leaf in leaves_in(value, with_whole_masks=True)]
-    _, structure = flatten(value, with_whole_masks=True)
-    return SplitPieces(pieces, lambda parts: unflatten([next(parts) for _ in pieces], structure))
+    (_, structure), count = flatten(value, with_whole_masks=True), len(pieces)
+    return SplitPieces(
+        pieces,
+        lambda value: flatten(value, with_whole_masks=True)[0],
+        lambda parts: unflatten([next(parts) for _ in range(count)], structure),
+    )
 
 
 def columns_of(
-    arguments: Mapping[int | str, SplitPieces], cut: Callable[[SplitPiece], Sequence[Any]]
+    arguments: Mapping[int | str, tuple[Any, SplitPieces]], sizes: Sequence[int]
 ) -> dict[int | str, list[Any]]:
-    """Each argument in each microbatch."""
-    return {
-        key: [build(iter(parts)) for parts in zip(*map(cut, pieces), strict=True)]
-        for key, (pieces, build) in arguments.items()
-    }
+    """Each argument in each microbatch, from the argument and its pieces."""
+    columns = {}
+    for key, (value, (pieces, apart, build)) in arguments.items():
+        parts = []
+        for piece, of_piece in zip(pieces, apart(value), strict=True):
+            parts.append(piece.cut(of_piece, sizes))
+        columns[key] = [*map(build, map(iter, zip(*parts, strict=True)))]
+    return columns

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock._engine.masks import BlockMask
 from penstock._engine.microbatches.batch import (
     MISSING,
     Batch,
@@ -27,9 +29,9 @@ from penstock._engine.microbatches.pieces import (
     pieces_of_leaves,
 )
 from penstock._engine.microbatches.rules import (
-    BY_ENTRY,
     OUTPUT,
     TARGET,
+    Replicate,
     Rule,
     Rules,
     Split,
@@ -48,12 +50,29 @@ from penstock._engine.microbatches.tokens import (
     narrowed,
     trimmed,
 )
-from penstock._engine.values import Place, leaves_in, path_of
+from penstock._engine.values import PLAIN, Place, flatten, leaves_in, path_of
 from penstock.errors import MicrobatchError
 
 _TARGET_KEY = "target="  # no argument can have this name
 _Arguments: TypeAlias = "dict[int | str, tuple[Any, Rule | None]]"
 """The value and the rule of each argument; the rule may be None."""
+_MOST_CUTS = 1024
+
+
+class Cuts(NamedTuple):
+    """How batches that look the same are cut: all of it but their data.
+
+    Attributes:
+        pieces: the pieces of each argument and of the target, without their values.
+        sizes: the samples of each microbatch.
+    """
+
+    pieces: Mapping[int | str, SplitPieces]
+    sizes: Sequence[int]
+
+
+KnownCuts: TypeAlias = dict[Hashable, Cuts]
+"""The cuts of batches that one set of rules has split, by how the batches look."""
 
 
 def split_batch(
@@ -64,6 +83,7 @@ def split_batch(
     count: int,
     *,
     fewer: bool = False,
+    known: KnownCuts | None = None,
 ) -> Batch:
     """Split those arguments of a call, and its target, that this process was given.
 
@@ -77,11 +97,20 @@ def split_batch(
         rules: by argument, also for :data:`TARGET`; or a function that splits the whole call.
         count: the number of microbatches.
         fewer: whether there may be fewer microbatches, if there are fewer samples.
+        known: the cuts that are known for these rules; gets that of the batch, if batches that look the same
+            are cut the same.
 
     Raises:
         MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors disagree
             about the number of samples, there are fewer samples than microbatches, or ``count`` is below 1.
     """
+    known = {} if known is None else known
+    look = _look_of(args, kwargs, target, count)
+    cuts = known.get(look)
+    if cuts is not None:
+        values: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        values[_TARGET_KEY] = target
+        return _cut(len(args), values, cuts, look)
     if any([isinstance(value, Microbatches) for value in (*args, *kwargs.values(), target)]):
         return _presplit(args, kwargs, target)
     if count < 1:
@@ -97,7 +126,17 @@ def split_batch(
     for key in BOUNDS & arguments.keys():
         value, rule = arguments[key]
         arguments[key] = value, rule or (bounds_by_rows if isinstance(value, Tensor) else None)
-    return _split_samples(len(args), arguments, count, fewer)
+    batch, pieces = _split_samples(len(args), arguments, count, fewer)
+    if look is None or not all(map(_is_cut_by_look, arguments.items())):
+        return batch
+    without_values = {
+        key: of._replace(pieces=[piece._replace(value=None) for piece in of.pieces])
+        for key, of in pieces.items()
+    }
+    if len(known) == _MOST_CUTS:
+        known.clear()
+    known[look] = Cuts(without_values, batch.samples or ())
+    return replace(batch, look=look)
 
 
 def _presplit(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
@@ -146,34 +185,68 @@ def _shown(key: int | str) -> str:
 
 
 def _microbatches(
-    positional: int,
-    columns: Mapping[int | str, Sequence[Any]],
-    sizes: Sequence[int],
-    *,
-    has_kind: bool,
+    positional: int, columns: Mapping[int | str, Sequence[Any]], sizes: Sequence[int]
 ) -> list[Microbatch]:
     names = [key for key in columns if isinstance(key, str)]
-    return [
-        Microbatch(
-            tuple(columns[position][index] for position in range(positional)),
-            {name: columns[name][index] for name in names},
-            size,
-            kind=size if has_kind else None,
-        )
-        for index, size in enumerate(sizes)
-    ]
+    every = [columns[key] for key in (*range(positional), *names)]
+    parts = []
+    for size, *values in zip(sizes, *every, strict=True):
+        kwargs = dict(zip(names, values[positional:], strict=True))
+        parts.append(Microbatch(tuple(values[:positional]), kwargs, size))
+    return parts
+
+
+# ---- batches whose like was split before
+
+
+def _look_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, count: int
+) -> Hashable | None:
+    """How a batch looks; None if it holds something whose looks do not say how it is cut."""
+    leaves, structure = flatten([args, kwargs, target], with_whole_masks=True)
+    looks: list[Any] = [count, str(structure)]  # what a structure holds need not be comparable
+    for leaf in leaves:
+        if type(leaf) is Tensor and leaf.layout is torch.strided:
+            if leaf.is_nested or leaf.is_meta:
+                return None
+            looks += [leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad]
+        elif isinstance(leaf, Tensor | BlockMask):
+            return None
+        else:
+            looks += [type(leaf), repr(leaf) if type(leaf) in PLAIN else None]
+    return tuple(looks)
+
+
+def _is_cut_by_look(argument: tuple[int | str, tuple[Any, Rule | None]]) -> bool:
+    """Whether an argument, with its value and its rule, is cut in a way that does not depend on numbers."""
+    key, (value, rule) = argument
+    if not isinstance(rule, Split | Replicate | None) or _is_by_tokens(rule):
+        return False
+    return _TELLING.isdisjoint(_last_name(key, place) for place, _ in leaves_in(value))
+
+
+def _cut(positional: int, values: Mapping[int | str, Any], cuts: Cuts, look: Hashable) -> Batch:
+    """Split a batch as those that look the same."""
+    pieces, sizes = cuts
+    arguments = {key: (values[key], of) for key, of in pieces.items()}
+    columns = columns_of(arguments, sizes)
+    targets = columns.pop(_TARGET_KEY, None)
+    parts = _microbatches(positional, columns, sizes) if columns else None
+    return Batch(parts, targets, sizes, len(sizes), look=look)
 
 
 # ---- microbatches of about as many samples
 
 
-def _split_samples(positional: int, arguments: _Arguments, count: int, fewer: bool) -> Batch:
+def _split_samples(
+    positional: int, arguments: _Arguments, count: int, fewer: bool
+) -> tuple[Batch, dict[int | str, SplitPieces]]:
+    """The batch, and the pieces of its arguments."""
     pieces = {key: pieces_of(value, rule, _shown(key)) for key, (value, rule) in arguments.items()}
     _check_lists(arguments, pieces)
     every = [piece for of_one in pieces.values() for piece in of_one.pieces]
     samples = _agreed_samples(every)
-    rules = [piece.rule for piece in every]
-    by_function = any(map(callable, rules))
+    by_function = any(callable(piece.rule) for piece in every)
     if samples == 0:
         raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
     if fewer:
@@ -189,22 +262,20 @@ def _split_samples(positional: int, arguments: _Arguments, count: int, fewer: bo
         ruled = [piece.value for piece in reversed(every) if callable(piece.rule)]
         samples = next(filter(None, map(_length, ruled)), None)
     sizes, tokens, masks = _sizes(every, arguments, samples or 0, count)
-    columns = columns_of(
-        pieces,
-        lambda piece: _trimmed(piece, piece.cut(sizes), masks) if masks else piece.cut(sizes),
-    )
+    if masks:
+        pieces = {
+            key: of._replace(pieces=[_trimming(piece, masks) for piece in of.pieces])
+            for key, of in pieces.items()
+        }
+    columns = columns_of({key: (arguments[key][0], of) for key, of in pieces.items()}, sizes)
     targets = columns.pop(_TARGET_KEY, None)
     weights = _weights(targets, columns, tokens) if tokens else None
     counted = by_function and all(piece.samples is None for piece in every)
     if counted:
         of_parts = [count_samples(of_one) for of_one in zip(*columns.values(), strict=True)]
         sizes = samples_by_targets(targets or (), of_parts or [0] * count)
-    # Parts with as many samples differ only in their data, unless each entry has a shape of its own.
-    has_kind = not (by_function or tokens or BY_ENTRY in rules)
-    parts = _microbatches(positional, columns, sizes, has_kind=has_kind)
-    return Batch(
-        parts if columns else None, targets, sizes, count, counted=counted, weights=weights
-    )
+    parts = _microbatches(positional, columns, sizes) if columns else None
+    return Batch(parts, targets, sizes, count, counted=counted, weights=weights), pieces
 
 
 def _check_lists(arguments: _Arguments, pieces: Mapping[int | str, SplitPieces]) -> None:
@@ -308,14 +379,19 @@ def _tokens_of(piece: SplitPiece, arguments: _Arguments) -> tuple[list[int], Ten
     return mask.sum(1).clamp(min=1).tolist(), mask
 
 
-def _trimmed(piece: SplitPiece, parts: Sequence[Any], masks: Sequence[Tensor]) -> Sequence[Any]:
-    """The parts of a padded piece without what is padding in a whole microbatch."""
+def _trimming(piece: SplitPiece, masks: Sequence[Tensor]) -> SplitPiece:
+    """A padded piece, cut without what is padding in a whole microbatch."""
     if not isinstance(piece.value, Tensor) or piece.samples is None:
-        return parts
+        return piece
     dim = piece.dim % piece.value.dim() + 1
     if piece.value.shape[dim : dim + 1] != masks[0].shape[1:]:
-        return parts
-    return [narrowed(part, dim, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)]
+        return piece
+
+    def cut(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        parts = zip(piece.cut(value, sizes), masks, strict=True)
+        return [narrowed(part, dim, *trimmed(mask)) for part, mask in parts]
+
+    return piece._replace(cut=cut)
 
 
 def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int]) -> Sequence[int]:
@@ -368,11 +444,15 @@ def _split_row(positional: int, arguments: _Arguments, row: Row, count: int, few
         else pieces_of_leaves(value, partial(_piece_of_row, row, shares, key))
         for key, (value, rule) in arguments.items()
     }
-    columns = columns_of(
-        pieces, lambda piece: piece.cut(tokens if piece.samples == row.length else sequences)
-    )
+
+    def sized(piece: SplitPiece) -> SplitPiece:
+        sizes = tokens if piece.samples == row.length else sequences
+        return piece._replace(cut=lambda value, _: piece.cut(value, sizes))
+
+    ready = {key: of._replace(pieces=[*map(sized, of.pieces)]) for key, of in pieces.items()}
+    columns = columns_of({key: (arguments[key][0], of) for key, of in ready.items()}, tokens)
     targets = columns.pop(_TARGET_KEY, None)
-    parts = _microbatches(positional, columns, tokens, has_kind=False)
+    parts = _microbatches(positional, columns, tokens)
     weights = _weights(targets, columns, tokens)
     return Batch(
         parts, targets, tokens, len(shares), weights=weights, dim=row.dim, sequences=sequences
@@ -385,5 +465,5 @@ def _piece_of_row(
     """A leaf of an argument without a rule, of which the row knows each share's part."""
     path, name = _shown(key) + path_of(place), _last_name(key, place)
     return SplitPiece(
-        path, leaf, None, lambda _: [row.part(path, share, name, leaf) for share in shares]
+        path, leaf, None, lambda leaf, _: [row.part(path, share, name, leaf) for share in shares]
     )

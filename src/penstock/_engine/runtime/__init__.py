@@ -28,6 +28,7 @@ from penstock._engine.runtime.result import StepCost, StepResult, TimelineKind
 from penstock._engine.runtime.runner import Runner, without_data
 from penstock._engine.runtime.scaler import LossScaler
 from penstock._engine.runtime.stopping import GracefulStop
+from penstock._engine.runtime.turns import overlap_collectives
 from penstock._engine.runtime.whole import forwards_first
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "describe_stages",
     "differ",
     "forwards_first",
+    "overlap_collectives",
     "refusal_of",
     "without_data",
 ]

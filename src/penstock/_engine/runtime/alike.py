@@ -79,6 +79,10 @@ class Sampled:
         self.mark = (int.from_bytes(digest[:7]) + 1 << 1) + strict if samples or strict else 0
 
 
+NOTHING = Sampled({})
+"""What a rank has that no other must have."""
+
+
 def may_differ(marks: Sequence[int]) -> bool:
     """Whether ranks with these marks must look at each other's samples; the same on all of them."""
     is_strict = any(mark & 1 for mark in marks)

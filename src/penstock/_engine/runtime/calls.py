@@ -124,18 +124,21 @@ MOST_SUMS = 5
 class Head(NamedTuple):
     """What a rank says before a call, in a few whole numbers: all that a known call needs.
 
+    The first of them, :data:`EACH`, are of one call. The others stay, call after call, while the same is
+    called with arguments that look the same.
+
     Attributes:
-        digest: a hash of what it brings.
-        mark: a hash of its samples, see :class:`Sampled`.
         step: the number of the step that it begins.
+        mark: a hash of its samples, see :class:`Sampled`.
+        digest: a hash of what it brings.
         expected: the number of the agreement that it expects; 0 for none, or if it refuses.
         learns: which of its weights learn, see :func:`mark_of`.
         sums: for each loss, the sum of the microbatches' weights; nan where it is not known here.
     """
 
-    digest: int
-    mark: int
     step: int
+    mark: int
+    digest: int
     expected: int
     learns: int
     sums: tuple[float, ...]
@@ -149,10 +152,10 @@ class Head(NamedTuple):
     @staticmethod
     def read(numbers: Sequence[int]) -> Head:
         """What :meth:`numbers` sent."""
-        digest, mark, step, expected, learns, count, *bits = numbers
+        step, mark, digest, expected, learns, count, *bits = numbers
         sums = unpack(f"={len(bits)}d", pack(f"={len(bits)}q", *bits))
         known = sums[:count] if count <= MOST_SUMS else ()
-        return Head(digest, mark, step, expected, learns, known)
+        return Head(step, mark, digest, expected, learns, known)
 
 
 def is_known(heads: Sequence[Head]) -> bool:

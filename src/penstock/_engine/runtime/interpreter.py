@@ -39,7 +39,6 @@ from penstock.stage import (
     OverlapFunction,
     PairForward,
     PipelineStage,
-    StageCall,
     looks_of,
     run_pair,
 )
@@ -102,17 +101,11 @@ class Interpreter:
 
     @contextmanager
     def step(
-        self,
-        program: Program,
-        step: StepState,
-        transport: Transport | None,
-        *,
-        in_order: bool = True,
+        self, step: StepState, transport: Transport | None, *, in_order: bool = True
     ) -> Iterator[None]:
         """A context between the beginning of a step, or an evaluation, and its end.
 
         Args:
-            program: the actions to run.
             step: the state of the call; it receives the results.
             transport: this rank's end; None if all ranks share this process.
             in_order: whether all ranks run their programs as they are. If not, nothing that arrives proves
@@ -122,6 +115,7 @@ class Interpreter:
             StageError: a stage, the loss or a hook raised.
             MessageError: a message could not be sent or received.
         """
+        program: Program = step.agreement.program
         self._program, self._step, self._transport = program, step, transport
         self._kinds = step.agreement.kinds
         self._flows: Sequence[Flow] = step.agreement.flows
@@ -131,11 +125,12 @@ class Interpreter:
         self._usual[Op.F] = self._forward_to_offload if self._moves else self._forward
         is_watched = profiled or step.recorder is not None or step.call.hooks is not None
         self._methods = dict.fromkeys(self._usual, self._run_watched) if is_watched else self._usual
-        custom = step.call.custom or {}
-        self._replaced = {op: partial(function, self._perform) for op, function in custom.items()}
-        self._pairs = (
-            dict(self._overlapping(program)) if in_order and step.call.trains and not custom else {}
-        )
+        self._replaced: dict[Op, Callable[[Action], None]] = {}
+        for op, function in (step.call.custom or {}).items():
+            self._replaced[op] = partial(function, self._perform)
+        self._pairs: dict[Action, tuple[Overlap, OverlapFunction]] = {}
+        if program.pairs and in_order and step.call.trains and not self._replaced:
+            self._pairs.update(self._overlapping(program))
         self._usual[Op.B] = self._backward_of_pair if self._pairs else self._backward
         self._alone = self._methods[Op.F]
         if self._pairs:
@@ -150,7 +145,7 @@ class Interpreter:
             stage.follow_wrappers(adapted=step.adapters is not None)
         slices, trains = step.call.slices, step.call.trains
         self._states = States(program.schedule.slices, trains=trains) if slices else None
-        self._losses.take_up(step, has_last=max(self.stages) + 1 == program.schedule.stages)
+        self._losses.take_up(step, has_last=self.stages[max(self.stages)].is_last)
         try:
             with self._losses.added:
                 yield
@@ -260,12 +255,8 @@ class Interpreter:
             entered.append(leaves[before:])
         states = self._states
         state = None if states is None else states.enter(index, microbatch, entrance)
-        call, args, kwargs = binding.bind(
-            StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
-            values,
-            step.parts[microbatch],
-            entrance,
-        )
+        part, score = step.parts[microbatch], step.scores[microbatch]
+        call, args, kwargs = binding.bind(microbatch, values, part, score, draws, entrance)
         if states is not None:
             kwargs = {**kwargs, STATE: state}
         self._entered[index, microbatch] = entered, entrance.of_batch

@@ -12,12 +12,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock._engine.microbatches import Batch, Microbatch, Ways
+from penstock._engine.runtime.loss import StepLoss, Weights
 from penstock._engine.values import (
     PLAIN,
     Layout,
@@ -74,22 +75,17 @@ class Brought:
             "counted": batch.counted,
             "weighted": batch.weights is not None,
             "dim": batch.dim,
-            "data": batch.parts is not None and has_data(batch.parts),
+            "data": has_data(batch),
             "sequences": None if batch.sequences is None else list(batch.sequences),
         }
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
         looks: dict[Any, int] = {}
-        sizes: dict[int, int] = {}
         for index, part in enumerate(batch.parts or ()):
-            number = None if part.kind is None or paths else sizes.get(part.kind)
-            if number is None:
-                look = look_of(part), paths[index] if paths else ""
-                number = looks.setdefault(look, len(looks))
-                if number == len(self._parts):
-                    self._parts.append(part)
-                if part.kind is not None:
-                    sizes[part.kind] = number
+            look = look_of(part), paths[index] if paths else ""
+            number = looks.setdefault(look, len(looks))
+            if number == len(self._parts):
+                self._parts.append(part)
             self._of.append(number)
         text = repr((self._facts, self._of, list(looks)))
         self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
@@ -104,11 +100,11 @@ class Brought:
         return {**self._facts, "parts": described, "of": self._of}
 
 
-def has_data(parts: Sequence[Microbatch]) -> bool:
-    """Whether no argument of microbatches is on the meta device."""
-    # Those of one kind are pieces of the same tensors.
-    firsts = {index if of.kind is None else -1 - of.kind: of for index, of in enumerate(parts)}
-    tensors = tensors_in([[of.args, of.kwargs] for of in firsts.values()])
+def has_data(batch: Batch) -> bool:
+    """Whether arguments are there, and none of them is on the meta device."""
+    if batch.look is not None or batch.parts is None:
+        return batch.parts is not None  # tensors on the meta device have no look
+    tensors = tensors_in([[part.args, part.kwargs] for part in batch.parts])
     return True not in [tensor.is_meta for tensor in tensors]
 
 
@@ -404,6 +400,34 @@ class Kind:
         return filled(Microbatch((), {}, 0), self.arguments)
 
 
+EACH = 2
+"""How many numbers that a process says before a call are of that call alone."""
+
+
+class Settled(NamedTuple):
+    """What follows from what the processes said before a call, and holds while they say the same again.
+
+    Attributes:
+        rows: what each of them said, in the numbers of a :class:`~penstock._engine.runtime.calls.Head`
+            without the first ones, which are of one call.
+        digests: what the ranks of this pipeline brought.
+        loss: the loss, if one is computed.
+        weights: how much each microbatch counts in it.
+    """
+
+    rows: Sequence[Sequence[int]]
+    digests: tuple[int, ...]
+    loss: StepLoss | None
+    weights: Weights
+
+    def is_said_again(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether the processes say the same in these rows, and agree in what is of one call."""
+        for row, before in zip(rows, self.rows, strict=True):
+            if row[:EACH] != rows[0][:EACH] or row[EACH:] != before:
+                return False
+        return True
+
+
 @dataclass(eq=False)
 class Agreement:
     """What the ranks agreed on; it holds for every call to which they bring the same digests.
@@ -414,6 +438,7 @@ class Agreement:
         program: the program of this process.
         flows: for each microbatch, the flow of its values in the program.
         number: counts the agreements of this pipeline from 1, the same on all of its ranks.
+        settled: what the latest call settled for those that follow; None if each must look again.
     """
 
     model_call: ModelCall
@@ -421,6 +446,7 @@ class Agreement:
     program: Any
     flows: tuple[Any, ...]
     number: int = 0
+    settled: Settled | None = None
 
 
 class KnownCalls:

@@ -195,6 +195,7 @@ LossWeight = OneWeight | Mapping[str, OneWeight | Literal["microbatch"]]
 TotalWeight = float | Mapping[str, float]
 """What losses are divided by before backward: one number, or one for each name in ``weight``."""
 _BY_MICROBATCH = "microbatch"
+_MOST_LOSSES = 16
 NonFinite = Literal["stop", "skip", "warn"]
 """What to do about a step whose loss or gradients are infinite or ``nan``."""
 
@@ -370,6 +371,16 @@ class StepLoss(Loss):
             if not isinstance(weight, str)
         }
 
+    @cached_property
+    def _in_steps(self) -> dict[tuple[int | None, float], StepLoss]:
+        """The losses of steps that say nothing of weights: one object for those that say the same."""
+        return {}
+
+    @cached_property
+    def asks_targets(self) -> bool:
+        """Whether how much microbatches count depends on the numbers in their targets."""
+        return any(map(callable, self.weights.values()))
+
     def is_by_custom(self, name: str) -> bool:
         """Whether an added loss is said to be one of each microbatch by itself."""
         return isinstance(_by_name(self.weight).get(name), str)
@@ -408,6 +419,12 @@ class StepLoss(Loss):
         Raises:
             UsageError: the arguments are wrong or contradict each other.
         """
+        if accumulate is not None:
+            accumulate = whole_number("accumulate", accumulate)
+        key = accumulate, factor
+        is_usual = loss_weight is None and total_weight is None
+        if is_usual and key in self._in_steps:
+            return self._in_steps[key]
         options: dict[str, Any] = {}
         if loss_weight is not None:
             by_name = {**_by_name(self.weight), **_by_name(loss_weight)}
@@ -426,6 +443,10 @@ class StepLoss(Loss):
                 "accumulate= with weights of the loss: those of the other steps are not known; give "
                 "total_weight=, which is the weight of all of them together, or give all batches in one step"
             )
+        if is_usual:
+            if len(self._in_steps) == _MOST_LOSSES:
+                self._in_steps.clear()
+            self._in_steps[key] = loss
         return loss
 
     def counts(

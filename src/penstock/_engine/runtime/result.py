@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, reduce
 from itertools import chain
+from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -154,18 +155,23 @@ class StepResult:
         return self.tflops * 1e12 / peak
 
 
+_Row = tuple[str, str]
+"""A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
+_MAIN, _ADDED, _LARGEST = ("main", ""), ("added", ""), ("largest", "")
+
+
 class _Weighed(NamedTuple):
     """A number of a microbatch, and its factor in the sum."""
 
+    row: _Row
     microbatch: int
     stage: int
     value: Number
     factor: float
 
 
-_Row = tuple[str, str]
-"""A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
-_MAIN, _ADDED = ("main", ""), ("added", "")
+_PLACE = itemgetter(slice(3))
+"""Where a number belongs: its row, then its microbatch and stage."""
 
 
 class StepTally:
@@ -179,7 +185,7 @@ class StepTally:
     def __init__(self, weights: Weights, metrics: Mapping[str, Metric]) -> None:
         self._weights = weights
         self._metrics = metrics
-        self._terms: defaultdict[_Row, list[_Weighed]] = defaultdict(list)
+        self._terms: list[_Weighed] = []
 
     def add_main(
         self, microbatch: int, stage: int, loss: Tensor, share: float | None = None
@@ -188,16 +194,17 @@ class StepTally:
         # A copy, since the scalar from a loss function may be a view of memory as large as the output.
         value = loss.detach().clone()
         share = self._weights.shares[microbatch] if share is None else share
-        self._terms[_MAIN].append(_Weighed(microbatch, stage, value, share))
+        self._terms.append(_Weighed(_MAIN, microbatch, stage, value, share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
         """Note the losses that a stage added for a microbatch."""
         for name, value in losses.named().items():
             share = self._weights.of_added(name).shares[microbatch]
-            self._terms["loss", name].append(_Weighed(microbatch, stage, value, share))
+            self._terms.append(_Weighed(("loss", name), microbatch, stage, value, share))
         for name, value, weight in losses.terms:
             share = self._weights.of_added(name).shares[microbatch] * weight
-            self._terms[_ADDED].append(_Weighed(microbatch, stage, value.detach().clone(), share))
+            number = value.detach().clone()
+            self._terms.append(_Weighed(_ADDED, microbatch, stage, number, share))
 
     def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
         """Evaluate the metrics of a microbatch."""
@@ -206,13 +213,13 @@ class StepTally:
                 over, under, factor = metric_terms(
                     name, metric(output, target), self._weights.counts[microbatch]
                 )
-                self._terms["over", name].append(_Weighed(microbatch, stage, over, factor))
-                self._terms["under", name].append(_Weighed(microbatch, stage, under, factor))
+                for kind, number in (("over", over), ("under", under)):
+                    self._terms.append(_Weighed((kind, name), microbatch, stage, number, factor))
 
     def main_losses(self) -> list[Tensor]:
         """The losses of the microbatches in order, on the rank that computed them."""
-        terms = sorted(self._terms.get(_MAIN, ()), key=lambda term: term.microbatch)
-        return [term.value for term in terms if isinstance(term.value, Tensor)]
+        main = [term for term in sorted(self._terms, key=_PLACE) if term.row == _MAIN]
+        return [term.value for term in main if isinstance(term.value, Tensor)]
 
     def summed(self, largest: Tensor | None) -> Callable[[], tuple[dict[_Row, float], bool]]:
         """Add up all that was noted, by microbatch and stage: the same bits in every schedule.
@@ -223,43 +230,29 @@ class StepTally:
         Returns:
             A function that reads the sums, and whether the largest gradient is finite.
         """
-        rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
-        values: list[Number] = [term.value for terms in rows.values() for term in terms]
-        floats = _read_later([*values, 0.0 if largest is None else largest])
+        terms = sorted(self._terms, key=_PLACE)
+        if largest is not None:
+            terms.append(_Weighed(_LARGEST, 0, 0, largest, 1.0))
+        # Of those on a device, one transfer for each type. They are stacked now, as some are views of memory
+        # as large as an output.
+        tensors: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for term in terms:
+            if isinstance(term.value, Tensor):
+                kind = term.value.device, term.value.dtype
+                tensors[kind].append(whole(term.value).reshape(()))
+        stacked = {kind: torch.stack(of_kind).double() for kind, of_kind in tensors.items()}
 
         def read() -> tuple[dict[_Row, float], bool]:
-            *values, last = floats()
-            each = iter(values)
-            # A term with factor 0 may be nan.
-            sums = {
-                row: sum([t.factor * v for t, v in zip(terms, each, strict=False) if t.factor], 0.0)
-                for row, terms in rows.items()
-            }
-            return sums, math.isfinite(last)
+            numbers = {kind: iter(row.tolist()) for kind, row in stacked.items()}
+            sums = dict[_Row, float]()
+            for row, _, _, value, factor in terms:
+                kind = (value.device, value.dtype) if isinstance(value, Tensor) else None
+                number = float(value) if kind is None else next(numbers[kind])
+                # A term with factor 0 may be nan.
+                sums[row] = sums.get(row, 0.0) + (factor * number if factor else 0.0)
+            return sums, math.isfinite(sums.pop(_LARGEST, 0.0))
 
         return read
-
-
-def _read_later(values: Sequence[Number]) -> Callable[[], list[float]]:
-    """A function that reads numbers as floats, those on a device in one transfer."""
-    places: dict[torch.device, list[int]] = {}
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            places.setdefault(value.device, []).append(place)
-    # Stacked now: some are views of memory as large as an output.
-    joined = {
-        device: torch.stack([whole(cast("Tensor", values[i])).reshape(()).double() for i in here])
-        for device, here in places.items()
-    }
-    plain = {i: float(value) for i, value in enumerate(values) if not isinstance(value, Tensor)}
-
-    def read() -> list[float]:
-        numbers = dict(plain)
-        for device, here in places.items():
-            numbers |= zip(here, joined[device].tolist(), strict=True)
-        return [numbers[i] for i in range(len(numbers))]
-
-    return read
 
 
 class Numbers:
@@ -371,15 +364,15 @@ def _numbers_of(values: Mapping[_Row, float], finite: bool, metrics: Iterable[st
         finite: whether all gradients are finite.
         metrics: the names of metrics that are there even if no microbatch was measured.
     """
-    main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
-    losses = {name: value for (kind, name), value in sorted(values.items()) if kind == "loss"}
-    ratios = {
-        name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
-        for name in [*metrics, *(name for kind, name in values if kind == "under")]
-    }
-    return StepNumbers(
-        main + added, {MAIN: main, **losses}, ratios, finite and math.isfinite(main + added)
-    )
+    main = values.get(_MAIN, 0.0)
+    loss = main + values.get(_ADDED, 0.0)
+    losses, ratios = {MAIN: main}, dict.fromkeys(metrics, math.nan)
+    for (kind, name), value in sorted(values.items()):
+        if kind == "loss":
+            losses[name] = value
+        elif kind == "under":
+            ratios[name] = values["over", name] / value if value else math.nan
+    return StepNumbers(loss, losses, ratios, finite and math.isfinite(loss))
 
 
 def _share(loss: StepLoss | None, weights: Weights, name: str) -> float:
@@ -403,10 +396,6 @@ def _check_weights(job: Job, weights: Weights, marks: Sequence[float]) -> None:
         "weights of the loss, total_weight, accumulate and scaler, and the same targets where it is given "
         "any; discard the gradients of this step"
     )
-
-
-def _ratio(over: float, under: float) -> float:
-    return over / under if under else math.nan
 
 
 _ROUNDING = 1e-12

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import nan
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -31,7 +31,14 @@ from penstock._engine.parallel import (
     unwrapped,
 )
 from penstock._engine.rng import Draws, generators_kept
-from penstock._engine.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
+from penstock._engine.runtime.alike import (
+    NOTHING,
+    Sampled,
+    Turns,
+    check_alike,
+    may_differ,
+    samples_of,
+)
 from penstock._engine.runtime.calls import (
     MOST_SUMS,
     REFUSED,
@@ -43,12 +50,14 @@ from penstock._engine.runtime.calls import (
 )
 from penstock._engine.runtime.interpreter import Interpreter
 from penstock._engine.runtime.kinds import (
+    EACH,
     Agreement,
     Brought,
     Key,
     Kind,
     KnownCalls,
     ModelCall,
+    Settled,
     has_data,
     merge,
 )
@@ -70,6 +79,7 @@ from penstock.schedule import Action, Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 
 logger = logging.getLogger("penstock")
+_MOST_DIGESTS = 1024
 Schedules: TypeAlias = Callable[..., Schedule]
 """Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
@@ -99,6 +109,7 @@ class Runner:
         self._adapters: dict[int, Adapter] = {}
         self._averages: dict[int, ReplicatedStage] = {}
         self._known = KnownCalls(job.rank)
+        self._digests: dict[Hashable, int] = {}
         self._turns = Turns()
         self.stopping = False
         self._argument_names: dict[int, list[str]] = {}
@@ -127,9 +138,7 @@ class Runner:
             PenstockError: the call was refused, and nothing was sent or changed; or it failed.
         """
         with self._carrying_out(call) as step:
-            program = step.agreement.program
-            with self.interpreter.step(program, step, self.job.transport):
-                self.interpreter.run(program.instructions)
+            self.interpreter.run(step.agreement.program.instructions)
         return step
 
     @contextmanager
@@ -139,21 +148,25 @@ class Runner:
         Yields:
             The state of the call, and a function that runs an action.
         """
-        with self._carrying_out(call) as step:
+        with self._carrying_out(call, in_order=False) as step:
             program = step.agreement.program
-            with self.interpreter.step(program, step, self.job.transport, in_order=False):
-                yield step, lambda action: self.interpreter.run([program.instruction(action)])
+            yield step, lambda action: self.interpreter.run([program.instruction(action)])
 
     @contextmanager
-    def _carrying_out(self, call: Call) -> Iterator[StepState]:
-        """A context between the agreement on a call and the sum over its results."""
+    def _carrying_out(self, call: Call, *, in_order: bool = True) -> Iterator[StepState]:
+        """A context between the agreement on a call and the sum over its results, for its actions."""
         with self._begun(call):
             step = self._agree(call)
             self.job.steps += call.trains
             # Without a seed of its own, a call draws from torch's generators, and moves them on.
             kept = nullcontext() if call.seed is None else generators_kept(self._devices)
-            with kept, self._planned_anew_after_errors(step), self._adapted(step):
-                yield step
+            actions = self.interpreter.step(step, self.job.transport, in_order=in_order)
+            try:
+                with kept, self._adapted(step), actions:
+                    yield step
+            except PlanError:
+                self._known.drop(step.agreement)
+                raise
             self._finish(step)
 
     @contextmanager
@@ -178,18 +191,10 @@ class Runner:
         finally:
             activity.rest()
 
-    @contextmanager
-    def _planned_anew_after_errors(self, step: StepState) -> Iterator[None]:
-        try:
-            yield
-        except PlanError:
-            self._known.drop(step.agreement)
-            raise
-
     def _finish(self, step: StepState) -> None:
         """Add up the losses and metrics of all ranks, and share outputs that all ranks want."""
         call, agreement = step.call, step.agreement
-        if any(device.type != "cpu" for device in self._devices):
+        if {*map(attrgetter("type"), self._devices)} != {"cpu"}:
             self.interpreter.activity.wait("the device")
         largest = largest_gradient(self.stages.values()) if call.finite else None
         group = self._group(call)
@@ -276,15 +281,30 @@ class Runner:
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin.
 
-        A call that all of them know takes one row of numbers from each. Otherwise the ranks of a pipeline
-        meet to look into it, and then all pipelines of the job, since none begins if one refuses.
+        A call that all of them know takes one row of numbers from each; while these stay the same, all that
+        they say has been looked into. Otherwise the ranks of a pipeline meet to look into it, and then all
+        pipelines of the job, since none begins if one refuses.
         """
         let_cross(map(attrgetter("module"), self.stages.values()))
-        job, group, mine = self.job, self._group(call), self._bring(call)
-        rows = group.announce(
-            STEP, mine.head.numbers(), f"the digest before step {mine.head.step}", call.method
-        )
-        heads = [Head.read(row) for row in rows]
+        group, number = self._group(call), self.interpreter.activity.step
+        mine = self._bring(call, number, group)
+        rows = group.announce(STEP, mine.numbers, f"the digest before step {number}", call.method)
+        settled = mine.settled
+        if settled is None:
+            return self._look_into(call, group, mine, rows)
+        if not settled.is_said_again(rows):
+            mine = mine._replace(counts=_counts_here(call.loss, call.batch))
+            return self._look_into(call, group, mine, rows)
+        agreement = self._known.get(settled.digests)
+        assert agreement is not None
+        parts, scores = self._completed(call, mine, agreement)
+        return StepState(call, agreement, settled.weights, parts, self._devices, scores)
+
+    def _look_into(
+        self, call: Call, group: Group, mine: _Mine, rows: Sequence[Sequence[int]]
+    ) -> StepState:
+        """Look into what all ranks say of a call, which settles it for calls in which they say the same."""
+        job, heads = self.job, [Head.read(row) for row in rows]
         pipelines, own = job.by_pipeline(heads), job.own(heads)
         found: list[_Found] = []
 
@@ -302,47 +322,73 @@ class Runner:
             else:
                 sums = group.meet(sort_out)
             check_learning(group, [head.learns for head in heads], self.stages.values())
-        if not found:
-            found.append(self._fill(call, mine, self._known.get(digests_of(own))))
+        was_known = not found
+        if was_known:
+            agreement = self._known.get(digests_of(own))
+            assert agreement is not None
+            found.append(self._known_again(call, mine, agreement))
         agreement, parts, scores, counts = found[0]
-        weights = Weights()
-        if call.loss is not None:
+        weights, loss = Weights(), call.loss
+        if loss is not None:
             with refusals():
-                weights = call.loss.weigh(counts, self._totals(call.loss, counts, sums))
+                weights = loss.weigh(counts, self._totals(loss, counts, sums))
+        by_target = agreement.model_call.weighted or (loss is not None and loss.asks_targets)
+        tells_totals = loss is None or loss.replicas.number == 1 or job.reaches_replicas
+        if was_known and not by_target and tells_totals:
+            said = [row[EACH:] for row in rows]
+            agreement.settled = Settled(said, digests_of(own), loss, weights)
         return StepState(call, agreement, weights, parts, self._devices, scores)
 
-    def _bring(self, call: Call) -> _Mine:
-        """What this rank brings to a call."""
-        brought, refusal, sampled, scores = None, call.refusal, Sampled({}), None
+    def _bring(self, call: Call, step: int, group: Group) -> _Mine:
+        """What this rank brings to a call, which is or follows a step of this number."""
+        refusal, sampled, scores, settled = call.refusal, NOTHING, None, None
         counts: Mapping[str, Sequence[float]] = {}
-        expected, sums = 0, tuple[float, ...]()
+        digest, expected, sums = REFUSED, 0, tuple[float, ...]()
         parts = call.batch.parts
         try:
             if call.trains and not call.finalizes:
                 for adapter in self._find_adapters().values():
                     adapter.check_postpones()
-            counts = _counts_here(call.loss, call.batch)
             plans = refusal is None and self._planned is not None
-            if plans and parts and any(p.args or p.kwargs for p in parts) and has_data(parts):
+            if plans and parts and any(p.args or p.kwargs for p in parts) and has_data(call.batch):
                 # What fails here fails again below, unless the ranks were given different arguments.
                 with suppress(PenstockError):
                     scores = self._scores(call, parts)
-            paths = [_path_of(score) for score in scores] if scores else None
-            brought = Brought(call.mode, self._state(), call.batch, paths)
-            sampled = self._sampled(call, brought.digest)
-            agreement = self._known.expected(brought.digest)
+            digest = self._digest_of(call, scores)
+            if self.job.transport is not None:
+                sampled = self._sampled(call, digest)
+            agreement = self._known.expected(digest)
+            if agreement is not None and refusal is None:
+                settled = agreement.settled
+                if settled is not None and settled.loss is call.loss:
+                    numbers = [step, sampled.mark, *settled.rows[group.rank]]
+                    return _Mine(numbers, None, sampled, {}, scores, settled)
+            counts = _counts_here(call.loss, call.batch)
             if agreement is not None:
                 known = self._counts(call.loss, agreement.model_call, counts, asks=False)
                 sums = tuple([sum(of) for of in known.values()])
                 expected = agreement.number if len(sums) <= MOST_SUMS and not refusal else 0
         except PenstockError as error:
             refusal = refusal or error
-        digest = REFUSED if brought is None or refusal is not None else brought.digest
         replicas = Replicas() if call.loss is None or not call.trains else call.loss.replicas
         learns = mark_of(self.stages.values(), replicas, averages=call.finalizes)
-        step = self.interpreter.activity.step
-        head = Head(digest, sampled.mark, step, expected, learns, sums)
-        return _Mine(head, brought, refusal, sampled, counts, scores)
+        digest = REFUSED if refusal is not None else digest
+        head = Head(step, sampled.mark, digest, expected, learns, sums)
+        return _Mine(head.numbers(), refusal, sampled, counts, scores)
+
+    def _digest_of(self, call: Call, scores: Sequence[Any] | None) -> int:
+        """A hash of how what this rank brings to a call looks."""
+        paths = tuple([_path_of(score) for score in scores]) if scores else None
+        mode, state, batch = call.mode, self._state(), call.batch
+        key = batch.look, mode, state, paths
+        digest = None if batch.look is None else self._digests.get(key)
+        if digest is None:
+            digest = Brought(mode, state, batch, paths).digest
+            if len(self._digests) == _MOST_DIGESTS:
+                self._digests.clear()
+            if batch.look is not None:
+                self._digests[key] = digest
+        return digest
 
     def _sort_out(self, call: Call, mine: _Mine, heads: Sequence[Head]) -> _Found:
         """Look into a call that is new or odd; all ranks of the pipeline do.
@@ -358,8 +404,9 @@ class Runner:
             if mine.refusal is not None:
                 raise mine.refusal
             facts = None
-            if mine.brought is not None and agreement is None and REFUSED not in digests:
-                facts = mine.brought.describe()
+            if agreement is None and REFUSED not in digests:
+                paths = [_path_of(score) for score in mine.scores] if mine.scores else None
+                facts = Brought(call.mode, self._state(), call.batch, paths).describe()
             return [facts, mine.sampled.samples if differs else None]
 
         if agreement is None or differs:
@@ -372,21 +419,26 @@ class Runner:
             counts = self._counts(call.loss, model_call, mine.counts)
             found = _Found(agreement, parts, scores, counts)
         else:
-            found = self._fill(call, mine, agreement)
+            found = self._known_again(call, mine, agreement)
         if differs:
             check_alike(marks, [samples for _, samples in rows])
         return found
 
-    def _fill(self, call: Call, mine: _Mine, agreement: Agreement | None) -> _Found:
-        """Send ranks what they lack for a known call."""
-        assert agreement is not None
-        parts = self._with_batch(agreement.model_call, call.batch.parts)
-        scores = mine.scores
+    def _known_again(self, call: Call, mine: _Mine, agreement: Agreement) -> _Found:
+        """What a known call needs here."""
+        parts, scores = self._completed(call, mine, agreement)
+        counts = self._counts(call.loss, agreement.model_call, mine.counts)
+        return _Found(agreement, parts, scores, counts)
+
+    def _completed(
+        self, call: Call, mine: _Mine, agreement: Agreement
+    ) -> tuple[Sequence[Microbatch], Sequence[Any] | None]:
+        """The microbatches of a known call and their scores, once ranks have been sent what they lack."""
+        parts, scores = self._with_batch(agreement.model_call, call.batch.parts), mine.scores
         if scores is None and self._planned is not None:
             scores = self._scores(call, parts)
             self._check_paths(agreement, scores)
-        counts = self._counts(call.loss, agreement.model_call, mine.counts)
-        return _Found(agreement, parts, scores, counts)
+        return parts, scores
 
     def _totals(
         self,
@@ -475,19 +527,17 @@ class Runner:
 
     def _sampled(self, call: Call, look: int) -> Sampled:
         """What this rank has that others must have too, as far as the call compares it."""
-        if self.job.transport is None:
-            return Sampled({})
         turn = self._turns.come(look)
         compares = call.same_batch or (call.same_batch is None and turn)
         batch = samples_of(call.batch) if compares else {}
         settings = call.settings() if turn else {}
         return Sampled({**batch, **settings}, strict=bool(call.same_batch))
 
-    def _state(self) -> list[Any]:
+    def _state(self) -> tuple[tuple[int, str], ...]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""
         if self._planned is not None:
-            return [[self.job.rank, self._planned.settings()]]
-        return [[index, _state_of(stage)] for index, stage in self.stages.items()]
+            return ((self.job.rank, self._planned.settings()),)
+        return tuple(zip(self.stages, map(_state_of, self.stages.values()), strict=True))
 
     def _make_agreement(
         self,
@@ -576,6 +626,7 @@ class Runner:
             if kind in new:
                 kind.bindings = {
                     index: stage.binding(
+                        kind.plan,
                         [edge.value for edge in flow.inputs[index]],
                         [edge.value for edge in flow.outputs[index]],
                         kind.keywords.get(index, ()),
@@ -689,7 +740,9 @@ class Runner:
     @contextmanager
     def _adapted(self, step: StepState) -> Iterator[None]:
         """Run a call inside the adapters of replicated and sharded stages, which reduce gradients."""
-        call, of_stage = step.call, {i: [one] for i, one in self._find_adapters().items()}
+        call, of_stage = step.call, dict[int, list[Adapter]]()
+        for index, adapter in self._find_adapters().items():
+            of_stage[index] = [adapter]
         for index, adapters in of_stage.items():
             if call.trains and adapters[0].whole_backward:
                 self.stages[index].reduce_later()
@@ -769,20 +822,20 @@ class _Mine(NamedTuple):
     """What a rank brings to a call.
 
     Attributes:
-        head: what it says of it.
-        brought: how its arguments and its stages look; None where they are wrong.
+        numbers: what it says of it, see :class:`Head`.
         refusal: the error in what it was given, if any.
         sampled: what it has that others must have too.
-        counts: how much each microbatch counts, as far as this rank knows.
+        counts: how much each microbatch counts, as far as this rank knows; nothing if that is settled.
         scores: what the author's code does in each microbatch, where this rank has the batch.
+        settled: what holds if the others say the same as before, too.
     """
 
-    head: Head
-    brought: Brought | None
+    numbers: Sequence[int]
     refusal: PenstockError | None
     sampled: Sampled
     counts: Mapping[str, Sequence[float]]
     scores: Sequence[Any] | None
+    settled: Settled | None = None
 
 
 class _Found(NamedTuple):
@@ -838,9 +891,13 @@ def largest_gradient(stages: Any) -> Tensor | None:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
             of_weights += map(attrgetter("grad"), stage.module.parameters())
-    parts = [g if type(g) is Tensor else local_part(g) for g in of_weights if g is not None]
-    dense = [part._values() if part.is_sparse else part for part in parts]
-    gradients = [part for part in dense if part.numel()]
+    gradients: list[Tensor] = []
+    for gradient in of_weights:
+        if gradient is not None:
+            part = gradient if type(gradient) is Tensor else local_part(gradient)
+            part = part._values() if part.is_sparse else part
+            if part.numel():
+                gradients.append(part)
     # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
     return nn.utils.get_total_norm(gradients, torch.inf) if gradients else None
 
@@ -852,9 +909,9 @@ def _path_of(score: Any) -> str:
 
 def _state_of(stage: PipelineStage) -> str:
     """The modes of a stage's modules, and which of its parameters learn."""
-    modes = [module.training for module in stage.module.modules()]
-    learns = [parameter.requires_grad for parameter in stage.module.parameters()]
-    return "".join(["01"[flag] for flag in (*modes, *learns)])
+    modes = map(attrgetter("training"), stage.module.modules())
+    learns = map(attrgetter("requires_grad"), stage.module.parameters())
+    return "".join(map("01".__getitem__, chain(modes, learns)))
 
 
 def argument_names(module: nn.Module) -> list[str]:

@@ -121,9 +121,10 @@ class GracefulStop:
     @classmethod
     def wishes(cls) -> list[float]:
         """Whether this process was told to stop, and whether it is late: what the ranks add up."""
-        now = time.monotonic()
-        signalled = any(one._received for one in cls._open)
-        late = any(one._end is not None and now >= one._end for one in cls._open)
+        signalled = late = False
+        for one in cls._open:
+            signalled |= bool(one._received)
+            late |= one._end is not None and time.monotonic() >= one._end
         return [float(signalled), float(late)]
 
     @classmethod
