@@ -92,6 +92,14 @@ def test_replicas_wait_for_the_slowest() -> None:
     assert fast[0].seconds < whole.seconds
 
 
+def test_a_plan_holds_the_links_between_ranks_that_exchange_values() -> None:
+    slow = Link(1, 2, 0.5, 1e6)
+    plan = search(chain(), cluster=cluster(1.0, 1.0, 1.0, links=(slow,)), pipeline=3, **ONE)[0]
+    links = {(a, b): latency for a, b, latency, _ in plan.stage_costs.links}
+    assert links.keys() == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert links[1, 2] == links[2, 1] == 0.5
+
+
 def test_clusters_in_words() -> None:
     read = Cluster.parse("2xh100-80GB, a100-40GB")
     assert [device.name for device in read.devices] == ["h100-80GB", "h100-80GB", "a100-40GB"]

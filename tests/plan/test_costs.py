@@ -157,7 +157,7 @@ def test_while_a_stage_works_gradients_of_its_later_units_are_there() -> None:
 def test_a_rank_is_busy_around_actions_with_messages() -> None:
     """Once for each action; and what the halves of backward spend in any case counts once for each stage."""
     of = skipping()
-    units = tuple(replace(unit, input_once=0.5, weight_once=0.25) for unit in of.units)
+    units = tuple(replace(unit, once={"input": 0.5, "weight": 0.25}) for unit in of.units)
     costs = replace(of, units=units).stages((0, 2), looped(2), handling=0.25).costs
     assert (costs.forward, costs.input) == ((2.25, 2.25), (1.75, 1.75))
     assert (costs.weight, costs.backward) == ((1.75, 1.75), (4.25, 4.25))
@@ -261,8 +261,8 @@ def test_what_is_there_only_while_a_unit_runs_is_extra() -> None:
     size = 4 * 16 * 4
     assert wide.held == size
     # What it makes has gone before its output is there.
-    assert plain.forward_extra == 0
-    assert wide.forward_extra == measured(model).units[1].forward_extra == 8 * size - size
+    assert plain.extra["forward"] == 0
+    assert wide.extra["forward"] == measured(model).units[1].extra["forward"] == 8 * size - size
 
 
 @pytest.mark.parametrize(

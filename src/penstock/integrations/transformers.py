@@ -199,9 +199,8 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """As the Trainer's, but all ranks get the logits only where they are asked for."""
         self._loss_only = prediction_loss_only
-        if (
-            self._foreign is None
-        ):  # otherwise the loss is that of a replica, of which the Trainer keeps rows
+        # Another trainer's loss is that of a replica, of which the Trainer keeps rows.
+        if self._foreign is None:
             inputs = self._without_repeated(inputs)
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)

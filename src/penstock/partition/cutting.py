@@ -178,6 +178,9 @@ class Cutting:
             PartitionError: the model cannot be cut, or only by a call, and there is none.
         """
         self._draft = None
+        return self._with_borrowed(self._decided(call))
+
+    def _decided(self, call: Example | None) -> Homes:
         if call is None:
             if self.needs_call:
                 why = f"the {type(self.model).__name__} is cut in the order in which it calls its modules"
@@ -195,6 +198,29 @@ class Cutting:
         if not isinstance(self._stages, int):
             return self._with_loose(self._at_points(call))
         return self._with_loose(self._by_work(call))
+
+    def _with_borrowed(self, homes: Homes) -> Homes:
+        """The stages, also of units whose weights others use without holding them: stages share these."""
+        lines = lines_of(self._draft.score) if self._draft is not None else ()
+        if borrowing := [line for line in lines if line.borrowed and line.what in homes]:
+            modules = dict(self.model.named_modules(remove_duplicate=False))
+            named = dict(named_tensors(self.model))
+            for path in homes:
+                held = (
+                    [tensor for _, tensor in named_tensors(modules[path])]
+                    if path in modules
+                    else [named[path]]
+                )
+                keys = {*map(id, held)}
+                users = [
+                    line.what
+                    for line in borrowing
+                    if any(id(named[name]) in keys for name in line.borrowed)
+                ]
+                homes[path] = sorted(
+                    {*homes[path], *(stage for user in users for stage in homes[user])}
+                )
+        return homes
 
     def _homes_of(self, placed: Sequence[Sequence[str]]) -> Homes:
         """The stages of each unit, of lists of units."""

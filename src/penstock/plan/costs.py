@@ -64,18 +64,12 @@ class UnitCost:
         input: the time of I, which computes the gradients of its inputs.
         weight: the time of W, which computes the gradients of its weights.
         backward: the time of B, which computes both.
-        forward_once: the part of F that a stage spends once, however many units it has.
-        input_once: the same for I.
-        weight_once: the same for W.
-        backward_once: the same for B.
+        once: the part of these times, by the same names, that a stage spends once, however many units it has.
         spread: half the interquartile range of its times, as a share of their median; 0 if predicted.
         held: the bytes that F leaves until I or B, apart from the values that units pass on.
         around: the part of ``held`` from operations around its module, which checkpointing does not free.
         stash: the bytes that I leaves until W.
-        forward_extra: the bytes that F needs while it runs, beyond those held before or after it.
-        input_extra: the same for I.
-        weight_extra: the same for W.
-        backward_extra: the same for B.
+        extra: the bytes that each action needs while it runs, beyond those held before or after it.
         parameters: the bytes of its weights and buffers.
         trained: how many of these bytes get gradients.
         numbers: the number of elements in its weights.
@@ -87,18 +81,12 @@ class UnitCost:
     input: float
     weight: float
     backward: float
-    forward_once: float = 0.0
-    input_once: float = 0.0
-    weight_once: float = 0.0
-    backward_once: float = 0.0
+    once: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
     held: float = 0.0
     around: float = 0.0
     stash: float = 0.0
-    forward_extra: float = 0.0
-    input_extra: float = 0.0
-    weight_extra: float = 0.0
-    backward_extra: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
     parameters: int = 0
     trained: int = 0
     numbers: int = 0
@@ -382,22 +370,20 @@ class UnitCosts:
                 nothing changes.
         """
 
-        def times(unit: UnitCost, by_kind: Mapping[str, float]) -> dict[str, Any]:
-            named = ((kind, name) for kind in by_kind for name in (kind, f"{kind}_once"))
-            return {
-                name: getattr(unit, name) * by_kind[kind]
-                for kind, name in named
-                if hasattr(unit, name)
-            }
+        def scaled(unit: UnitCost, by_kind: Mapping[str, float]) -> UnitCost:
+            by = {kind: by_kind.get(kind, 1.0) for kind in KINDS.values()}
+            times: dict[str, Any] = {kind: getattr(unit, kind) * by[kind] for kind in by}
+            once = {kind: least * by.get(kind, 1.0) for kind, least in unit.once.items()}
+            return replace(unit, **times, once=once)
 
         if not factors:
             return self
         both = zip(self.units, factors, strict=True)
-        return replace(self, units=tuple(replace(unit, **times(unit, by)) for unit, by in both))
+        return replace(self, units=tuple(scaled(unit, by_kind) for unit, by_kind in both))
 
     def seconds(self, kind: str, run: range, again: Collection[int] = ()) -> float:
         """The time of an action of a stage's units; what is spent once for all of them counts once."""
-        once: list[float] = [getattr(self.units[number], f"{kind}_once") for number in run]
+        once = [self.units[number].once.get(kind, 0.0) for number in run]
         recomputes = again if kind in ("input", "backward") else ()
         more = sum([self.units[number].forward for number in run if number in recomputes])
         whole: float = sum([getattr(self.units[number], kind) for number in run])
@@ -409,11 +395,11 @@ class UnitCosts:
         In F, later units hold nothing yet. In B, they no longer hold anything, but their gradients exist.
         Recomputed values exist while they are used.
         """
-        kind, backward = f"{KINDS[op]}_extra", op in (Op.I, Op.B)
+        backward = op in (Op.I, Op.B)
         most, freed = 0.0, 0.0
         for number in reversed(run):
             unit = self.units[number]
-            need = getattr(unit, kind)
+            need = unit.extra.get(KINDS[op], 0.0)
             if backward:
                 need += pending[number] + unit.held - max(held[number], unit.around)
             most = max(most, need - freed)
@@ -643,7 +629,7 @@ class Profile:
 class _ProfileFile:
     profile: Profile
     format: Literal["penstock-costs"] = "penstock-costs"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
 
     __pydantic_config__ = FILE
 
