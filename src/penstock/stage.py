@@ -310,7 +310,7 @@ class Binding(ABC):
         Raises:
             StageError: another value than in the first call, which was not copied.
         """
-        written = set[int]()
+        written: set[int] = set()
         for number, tensor, before in entrance.versions:
             if before < 0 or tensor._version != before:
                 written.add(number)
@@ -416,7 +416,7 @@ class HandBinding(Binding):
         """The batch enters where no value comes from another stage."""
         if draws is not None:
             draws.enter(self._path, 0)
-        kwargs = dict[str, Any]()
+        kwargs: dict[str, Any] = {}
         for name in self._keywords:
             kwargs[name] = entrance.bring(part.kwargs[name])
         for name, value in part.local.items():

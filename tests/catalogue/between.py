@@ -1069,6 +1069,13 @@ def by_tensors(unit: Any, x: Tensor, c: Any) -> Any:
     return c[-1] + c[0]
 
 
+def by_pairs(unit: Any, x: Tensor, c: Any) -> Any:
+    """Puts another pair of as many things in the place of one, as a cache of keys and values does."""
+    h = unit.lin(x)
+    c[0] = (c[0][0] + h, c[0][1] + 1)
+    return torch.tanh(c[0][0]) * c[0][1]
+
+
 def by_tensor_of_object(unit: Any, x: Tensor, c: Any) -> Any:
     h = unit.lin(x) + c.h
     c.h = torch.tanh(h)
@@ -1112,6 +1119,7 @@ HANDED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "an attribute": (State, by_object, ""),
     "a tensor under a key": (dict, by_tensor, ""),
     "tensors in a list": (list, by_tensors, ""),
+    "pairs in a list": (lambda: [(torch.zeros(()), 0)], by_pairs, ""),
     "a tensor of an object": (State, by_tensor_of_object, ""),
     "a set": (set, by_set, "gives l.0 a set that it changes"),
     "an array": (lambda: np.zeros(1), by_list, "gives l.0 a ndarray that it changes"),
@@ -1140,6 +1148,19 @@ def handing(start: Callable[[], Any]) -> Body:
 
 for name, (start, act, words) in HANDED.items():
     PROGRAMS[f"hands on {name}"] = Program(handing(start), acting(act), words, words, False)
+
+
+def by_reading(unit: Any, x: Tensor, c: Any) -> Any:
+    return torch.tanh(unit.lin(x) * len(c) + sum(c))
+
+
+@program(acting(by_reading), recomputed=True)
+def fills_a_list_that_units_read(m: Any, x: Tensor) -> Any:
+    c: list[Tensor] = []
+    for unit in m.l:
+        c.append(x.mean(0))
+        x = unit(x, c)
+    return x
 
 
 @program(acting(by_key))

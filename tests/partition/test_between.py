@@ -24,6 +24,7 @@ from tests.catalogue.between import (
     PROGRAMS,
     WIDTH,
     Caches,
+    acting,
     between,
     first_at,
     make,
@@ -75,6 +76,20 @@ def test_values_are_as_made_where_all_forwards_come_first(name: str) -> None:
 def test_units_are_recomputed(name: str) -> None:
     case = between(name)
     compare(case, schedule="ZB-H1", stages=FOUR, microbatches=4, recompute=True).check(TOLERANCE)
+
+
+def test_a_later_call_is_recomputed_with_an_attribute_that_was_set_for_the_first() -> None:
+    def gated(unit: Any, x: Tensor) -> Tensor:
+        return torch.tanh(unit.lin(x) * unit.gate)
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.l[1].gate = torch.tanh(m.l[0](x)).mean(0)
+        return through(m, m.l[1](m.l[1](x)), 2)
+
+    case = Case(
+        make(body, acting(None, gated)), (rows(8),), None, penstock.Loss(score, check=False)
+    )
+    compare(case, schedule="1F1B", stages=TWO, microbatches=4, recompute=True).check(TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if PROGRAMS[n].refused and "data" not in n])

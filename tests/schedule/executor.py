@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, WAIT_SEND_OPS
+from penstock.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, STAGE_OPS, WAIT_SEND_OPS
 from penstock.schedule.base import flat
 from penstock.schedule.dependencies import counterpart
 
@@ -21,14 +21,18 @@ class Fault(Exception):
 
 
 class Executor:
-    """Runs a schedule; :meth:`run` raises Fault unless every rank comes to its end with nothing amiss."""
+    """Runs a schedule; :meth:`run` raises Fault unless every rank comes to its end with nothing amiss.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    With ``blocking``, a rank goes on after a SEND only when the message is complete.
+    """
+
+    def __init__(self, schedule: Schedule, *, blocking: bool) -> None:
+        self.schedule, self.blocking = schedule, blocking
         self.rule, self.rank_of = Dependencies(schedule), schedule.placement.rank_of
         self.count = Counter[Action]()
         self.sent: dict[Channel, list[Action]] = defaultdict(list)
         self.received: dict[Channel, list[Action]] = defaultdict(list)
+        self.last_sent: dict[int, Action] = {}
         self.gathered: set[int] = set()
 
     def run(self) -> None:
@@ -47,6 +51,8 @@ class Executor:
 
     def may_start(self, rank: int, actions: list[Action]) -> bool:
         needed = [each for a in actions if self.waits(a) for each in self.rule.before(a)]
+        if self.blocking and rank in self.last_sent and actions[0].op not in STAGE_OPS:
+            needed.append(self.last_sent[rank])
         return all(map(self.is_complete, needed))
 
     def waits(self, action: Action) -> bool:
@@ -76,6 +82,7 @@ class Executor:
             self.count[action] += 1
             if action.op in SEND_OPS:
                 self.sent[self.channel(action)].append(action)
+                self.last_sent[rank] = action
             if action.op in RECV_OPS:
                 self.received[self.channel(counterpart(action))].append(counterpart(action))
 
@@ -111,10 +118,10 @@ class Executor:
                     raise Fault(f"stage {stage}, microbatch {m}: F {f}, I, W and B {backward}")
 
 
-def fault(schedule: Schedule) -> str | None:
+def fault(schedule: Schedule, *, blocking: bool = False) -> str | None:
     """Why a schedule does not complete, or ``None`` if it does."""
     try:
-        Executor(schedule).run()
+        Executor(schedule, blocking=blocking).run()
     except Fault as why:
         return str(why)
     return None

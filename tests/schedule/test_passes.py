@@ -49,6 +49,10 @@ def test_every_send_is_waited_for_where_an_answer_shows_that_it_was_used() -> No
         plain = build(name, ranks=4, microbatches=9)
         lowered = wait_for_sends(plain)
         assert validate(lowered).ok
+        assert (
+            validate(lowered).survives_blocking_sends
+            == validate(add_communication(plain)).survives_blocking_sends
+        )
         ops = Counter(action.op for rank in range(4) for action in lowered.actions(rank))
         assert ops[Op.WAIT_SEND_F] == ops[Op.SEND_F]
         assert ops[Op.WAIT_SEND_B] == ops[Op.SEND_B]

@@ -104,6 +104,12 @@ def check_agreement(schedule: Schedule) -> bool:
     assert all(problem.what and problem.remedy for problem in report.problems)
     if report.ok:
         assert simulate(schedule).makespan > 0
+        blocking = validate(schedule, blocking_sends=True)
+        assert (
+            blocking.ok
+            == report.survives_blocking_sends
+            == (fault(schedule, blocking=True) is None)
+        )
     return report.ok
 
 

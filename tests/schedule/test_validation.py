@@ -15,7 +15,7 @@ def test_a_right_schedule_has_no_problem() -> None:
     report = validate(schedule(SENDS, RECEIVES))
     assert report.ok
     report.raise_if_bad()
-    assert str(report) == "test: valid"
+    assert str(report) == "test: valid; also with blocking sends"
 
 
 LATER = "comes later"
@@ -129,6 +129,18 @@ def test_channel_orders_that_differ_are_named_at_both_ends() -> None:
     (problem,) = validate(crossed).problems
     named = "0SEND_F1: is sent after 0SEND_F0, but rank 1 posts 1RECV_F1 (position 0)"
     assert named in str(problem)
+
+
+def test_sends_that_cross_survive_only_if_they_do_not_block() -> None:
+    sends = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    in_turn = "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1"
+    other = "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+    assert validate(schedule(in_turn, other, microbatches=2)).survives_blocking_sends
+    report = validate(schedule(sends, other, microbatches=2))
+    assert report.ok
+    assert str(report) == "test: valid; not with blocking sends"
+    blocking = validate(schedule(sends, other, microbatches=2), blocking_sends=True)
+    assert "rank 0 at 0RECV_B0 waits for 1RECV_F1 of rank 1" in str(blocking)
 
 
 def test_an_overlapped_pair_starts_when_both_halves_may() -> None:

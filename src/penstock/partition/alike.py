@@ -255,7 +255,7 @@ class CallLook:
             kwargs = tuple([(name, with_leaves(of, abstract)) for name, of in line.kwargs])
         except LookupError:
             return None
-        if line.beside[2]:
+        if line.beside[4]:
             return None
         looks = Looks(unit, line.what)
         if looks.look is None:
@@ -291,8 +291,8 @@ def _inside(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, partial):
-        if isinstance(getattr(value.func, "__self__", None), Interceptor):
-            return list(value.args)
+        if value.args and isinstance(value.args[0], Interceptor):
+            return list(value.args[1:])
         return [value.func, value.args, value.keywords]
     inside = list(vars(value).items()) if hasattr(value, "__dict__") else []
     if isinstance(value, dict):

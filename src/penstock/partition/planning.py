@@ -19,7 +19,6 @@ from penstock.partition.score import Line, Score
 from penstock.partition.snapshot import Snapshot
 from penstock.partition.templates import (
     BATCH,
-    BUILT,
     CONST,
     KNOWN,
     NEW,
@@ -28,6 +27,7 @@ from penstock.partition.templates import (
     Number,
     Template,
     fill,
+    is_leaf,
     leaves_of,
 )
 from penstock.partition.tree import ScoreTree
@@ -368,16 +368,14 @@ class _Planner:
             return template, [t[1] for t in leaves_of(template) if t[0] is VALUE]
         returned: list[Number] = []
 
-        def look(of: Template, depth: int) -> Template:
+        def look(of: Template) -> Template:
             if of[0] is VALUE:
                 returned.append(of[1])
             elif of[0] is CONST and of[1] is FakeTensor:
                 raise self._unknown_output()
-            elif of[0] is TUPLE:
-                return (TUPLE, of[1], tuple([look(inner, depth + 1) for inner in of[2]]))
-            elif of[0] is KNOWN or of[0] is BUILT:
-                if is_container(of[2]):
-                    return (*of[:4], tuple([look(inner, depth + 1) for inner in of[4]]))
+            elif not is_leaf(of):
+                if of[0] is TUPLE or is_container(of[2]):
+                    return (*of[:4], tuple(map(look, of[4])))
                 leaves = list(leaves_of(of))
                 inside = [t[1] for t in leaves if t[0] is VALUE]
                 lost = any(t[0] is CONST and t[1] is FakeTensor for t in leaves)
@@ -387,7 +385,7 @@ class _Planner:
                 returned.extend(inside)
             return of
 
-        return look(template, 0), returned
+        return look(template), returned
 
     def _unknown_output(self) -> PartitionError:
         name = type(self._tree.model).__name__
@@ -552,8 +550,7 @@ class _Planner:
 
 def _anew(template: Template) -> Template:
     """A template that makes containers of its own."""
-    if template[0] is TUPLE:
-        return (TUPLE, template[1], tuple(map(_anew, template[2])))
-    if template[0] is KNOWN:
-        return (NEW, None, *template[2:4], tuple(map(_anew, template[4])))
-    return template
+    if is_leaf(template):
+        return template
+    made = (NEW, None) if template[0] is KNOWN else template[:2]
+    return (*made, *template[2:4], tuple(map(_anew, template[4])))

@@ -17,8 +17,18 @@ from penstock.partition.names import FakeTensor
 from penstock.partition.planning import Homes
 from penstock.partition.recomputing import recomputed
 from penstock.partition.score import Line, Note
-from penstock.partition.snapshot import replaced
-from penstock.partition.templates import GIVEN, VALUE, Number, bind, fill, takes_gradient
+from penstock.partition.snapshot import MISSING, replaced
+from penstock.partition.templates import (
+    GIVEN,
+    VALUE,
+    Number,
+    bind,
+    contents,
+    fill,
+    known_in,
+    put_contents,
+    takes_gradient,
+)
 from penstock.partition.tree import ScoreTree
 from penstock.partition.writer import Writer
 from penstock.stage import StageCall
@@ -84,7 +94,7 @@ class Player:
                     args.append(fill(template, values, given))
             for name, template in line.kwargs:
                 kwargs[name] = fill(template, values, given)
-            if line.beside[2]:
+            if line.beside[4]:
                 beside = fill(line.beside, values, given)[len(note.context) :]
                 for (part, name), value in zip(note.sets, beside, strict=True):
                     vars(part)[name] = value
@@ -123,7 +133,13 @@ class Player:
         if line.changes or line.left or line.index in call.plan.kept:
             return run
         module = self._tree.units[line.what] if line.what in self._recomputes else None
-        again = _surroundings(note) if note.sets or note.context else None
+        held = [note.given[known[1]] for of in line.templates() for known in known_in(of)]
+        ever_set = self._tree.ever_set.get(line.what, {})
+        sets = [
+            (vars(part), name, vars(part).get(name, MISSING))
+            for (_, name), part in ever_set.items()
+        ]
+        again = _surroundings(note, sets, held) if sets or note.context or held else None
         return recomputed(run, module, line.what, again)
 
     def _to_send(self, line: Line, tensor: Any, look: Any, call: StageCall) -> Any:
@@ -218,7 +234,9 @@ class Live(Writer):
     def played(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's output."""
         with self.open():
-            return self._real(self.run(args, kwargs))
+            output = self._real(self.run(args, kwargs))
+        self.let_go()
+        return output
 
     def new(self, line: Line, *_: Any) -> Any:
         """Refuse a call that is not in the score."""
@@ -269,8 +287,9 @@ class Live(Writer):
                 f"{interceptor.path}, which is in another stage; put that code into a module that is placed "
                 "as a whole, by naming it in stages="
             )
-        self._enter(interceptor.path, self._calls[interceptor.path])
-        self._calls[interceptor.path] += 1
+        call = self._calls.get(interceptor.path, 0)
+        self._enter(interceptor.path, call)
+        self._calls[interceptor.path] = call + 1
         args, kwargs = self._real((args, kwargs))
         self._inside = True
         try:
@@ -329,14 +348,25 @@ class Values(dict[Any, Any]):
         return self._notes[number[0]].line.shown[number]
 
 
-def _surroundings(note: Note) -> Callable[[], Any]:
-    """What makes a context with the attributes and context variables of a call; others set them since."""
-    sets = [(vars(part), name, vars(part)[name]) for part, name in note.sets]
+def _surroundings(
+    note: Note, sets: Sequence[tuple[dict[str, Any], str, Any]], held: Sequence[Any]
+) -> Callable[[], Any]:
+    """What makes a context with all that is around a call now, and that others change later.
+
+    Args:
+        note: the call, with its context variables.
+        sets: the tables, names and values of attributes that the author's code sets in the unit.
+        held: the author's lists, dictionaries and objects among its arguments.
+    """
+    before = [(thing, contents(thing)) for thing in held]
 
     @contextmanager
     def again() -> Iterator[None]:
         with replaced(sets), ExitStack() as stack:
             _set_variables(stack, note)
+            for thing, inside in before:
+                stack.callback(put_contents, thing, *contents(thing))
+                put_contents(thing, *inside)
             yield
 
     return again

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from penstock._engine.rng import Draws
 from penstock.partition.functions import name_of
-from penstock.partition.templates import CONST, TUPLE, Look, Number, Template, text_of
+from penstock.partition.templates import CONST, NOTHING, Look, Number, Template, text_of
 
 Modes: TypeAlias = tuple[Any, ...]
 
@@ -94,7 +94,7 @@ class Line:
     modes: Modes = ()
     args: tuple[Template, ...] = ()
     kwargs: tuple[tuple[str, Template], ...] = ()
-    beside: Template = (TUPLE, tuple, ())
+    beside: Template = NOTHING
     reads: frozenset[Number] = frozenset()
     result: Template = (CONST, type(None), None)
     left: list[Template] = field(default_factory=list)

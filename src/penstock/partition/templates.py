@@ -3,6 +3,9 @@
 A template names the values of a score that stand in it. What differs between microbatches of one call
 signature (real tensors, floats, the author's own lists and objects) is *given*: the template has its index,
 and each microbatch a list.
+
+A leaf is a tag with what it names. All else is a tag, how it is found or made, its kind, the keys of its
+contents, and their templates.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ Look: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, 
 """The shape, strides, type and device of a tensor, and whether it learns."""
 BATCH = -1
 """Stands for the line that makes a tensor of the batch, if that learns."""
-VALUE, GIVEN, CONST, TUPLE, NEW, KNOWN, AGAIN, SLICE, BUILT = (
+VALUE, GIVEN, CONST, TUPLE, NEW, KNOWN, AGAIN, BUILT = (
     "value",
     "given",
     "const",
@@ -37,7 +40,6 @@ VALUE, GIVEN, CONST, TUPLE, NEW, KNOWN, AGAIN, SLICE, BUILT = (
     "new",
     "known",
     "again",
-    "slice",
     "built",
 )
 _PLAIN = frozenset({bool, int, str, bytes, complex, type(None), type(Ellipsis)})
@@ -128,8 +130,24 @@ def _written(code: CodeType) -> tuple[str, ...]:
     return tuple(n for n in [*names, *chain(*inner)] if n in code.co_freevars)
 
 
-def tuple_of(kind: Any, items: list[Any]) -> Any:
-    """A tuple, named tuple or list of a kind."""
+def is_leaf(template: Template) -> bool:
+    """Whether a template has no other templates in it."""
+    return len(template) < _SIZE
+
+
+def tuple_template(kind: type, inner: Sequence[Template]) -> Template:
+    """The template of a tuple, a list that counts by its items alone, or a slice."""
+    return (TUPLE, None, kind, (), tuple(inner))
+
+
+NOTHING = tuple_template(tuple, ())
+_SIZE = len(NOTHING)
+
+
+def _tuple_of(kind: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple, list or slice of a kind."""
+    if kind is slice:
+        return slice(*items)
     return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 
@@ -143,9 +161,7 @@ def fill(template: Template, values: Mapping[Any, Any], given: Sequence[Any]) ->
     if tag is GIVEN or tag is AGAIN:
         return given[template[1]]
     if tag is TUPLE:
-        return tuple_of(template[1], [fill(inner, values, given) for inner in template[2]])
-    if tag is SLICE:
-        return slice(*[fill(inner, values, given) for inner in template[1]])
+        return _tuple_of(template[2], [fill(inner, values, given) for inner in template[4]])
     if tag is BUILT:
         return template[1].build([fill(inner, values, given) for inner in template[4]])
     _, index, kind, keys, inner = template
@@ -169,9 +185,10 @@ def bind(template: Template, actual: Any, line: int, values: dict[Any, Any]) -> 
         if template[1] in _NUMBERS and actual != template[2]:
             raise LookupError(f"{actual!r} in place of {template[2]!r}")
     elif tag is TUPLE:
-        if not isinstance(actual, tuple | list) or len(actual) != len(template[2]):
-            raise LookupError(_size_of(actual) + f" in place of {len(template[2])} items")
-        for inner, item in zip(template[2], actual, strict=True):
+        items = _slice_items(actual) if isinstance(actual, slice) else actual
+        if not isinstance(items, tuple | list) or len(items) != len(template[4]):
+            raise LookupError(_size_of(items) + f" in place of {len(template[4])} items")
+        for inner, item in zip(template[4], items, strict=True):
             bind(inner, item, line, values)
     elif tag is BUILT:
         inside = apart(actual)
@@ -192,50 +209,36 @@ def bind(template: Template, actual: Any, line: int, values: dict[Any, Any]) -> 
             bind(inner, item, line, values)
 
 
+def _slice_items(value: slice) -> tuple[Any, ...]:
+    return value.start, value.stop, value.step
+
+
 def _size_of(actual: Any) -> str:
     return f"{len(actual)} items" if hasattr(actual, "__len__") else f"a {type(actual).__name__}"
 
 
 def leaves_of(template: Template, *, inside: bool = True) -> Iterator[Template]:
     """The leaves of a template; those inside of the author's lists and objects only if asked for."""
-    tag = template[0]
-    if tag is TUPLE:
-        for inner in template[2]:
-            yield from leaves_of(inner, inside=inside)
-    elif tag is SLICE:
-        for inner in template[1]:
-            yield from leaves_of(inner, inside=inside)
-    elif tag is NEW or tag is KNOWN or tag is BUILT:
-        for inner in template[4] if inside or tag is not KNOWN else ():
-            yield from leaves_of(inner, inside=inside)
-    else:
+    if is_leaf(template):
         yield template
+    elif inside or template[0] is not KNOWN:
+        for inner in template[4]:
+            yield from leaves_of(inner, inside=inside)
 
 
 def known_in(template: Template) -> Iterator[Template]:
     """The author's lists, dictionaries and objects in a template."""
-    if template[0] is TUPLE:
-        for inner in template[2]:
-            yield from known_in(inner)
-    elif template[0] is BUILT:
-        for inner in template[4]:
-            yield from known_in(inner)
-    elif template[0] is KNOWN:
+    if template[0] is KNOWN:
         yield template
-        for inner in template[4]:
-            yield from known_in(inner)
+    for inner in () if is_leaf(template) else template[4]:
+        yield from known_in(inner)
 
 
 def with_leaves(template: Template, leaf: Callable[[Template], Template]) -> Template:
     """A template with other leaves, each made of the one in its place."""
-    tag = template[0]
-    if tag is TUPLE:
-        return (TUPLE, template[1], tuple([with_leaves(one, leaf) for one in template[2]]))
-    if tag is SLICE:
-        return (SLICE, tuple([with_leaves(one, leaf) for one in template[1]]))
-    if tag is NEW or tag is KNOWN or tag is BUILT:
-        return (*template[:4], tuple([with_leaves(one, leaf) for one in template[4]]))
-    return leaf(template)
+    if is_leaf(template):
+        return leaf(template)
+    return (*template[:4], tuple([with_leaves(one, leaf) for one in template[4]]))
 
 
 def text_of(template: Any) -> str:
@@ -308,14 +311,13 @@ class Reader:
             given.append(value)
             return (GIVEN, len(given) - 1, float)
         if kind is tuple:
-            return (TUPLE, kind, tuple([self.read(one, given, copies=copies) for one in value]))
+            return tuple_template(kind, [self.read(one, given, copies=copies) for one in value])
         if kind is slice:
-            parts = (value.start, value.stop, value.step)
-            return (SLICE, tuple([self.read(one, given) for one in parts]))
+            return tuple_template(kind, [self.read(one, given) for one in _slice_items(value)])
         if kind in _TORCHS or isinstance(value, _CODE) or id(value) in self._fixed:
             return (CONST, kind, value)
         if isinstance(value, tuple) or (kind is list and copies):
-            return (TUPLE, kind, tuple([self.read(one, given, copies=copies) for one in value]))
+            return tuple_template(kind, [self.read(one, given, copies=copies) for one in value])
         if isinstance(value, _FUNCTIONS) or not (
             isinstance(value, list | deque | dict) or hasattr(value, "__dict__")
         ):

@@ -29,6 +29,10 @@ class ScoreTree:
         forward: its forward.
         units: the paths of the modules that are placed as a whole.
         memo: what units gave, so that those that are alike need not run.
+
+    Attributes:
+        ever_set: by unit, the modules in it and names of attributes that the author's code between units has
+            set.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ScoreTree:
         self.metadata: set[Any] = set()
         self.by_numbers: set[Any] = set()
         self.borrowed = dict[str, frozenset[str]]()
+        self.ever_set = dict[str, dict[tuple[int, str], nn.Module]]()
         self.roots: dict[Any, Line] = {}
         self.lines = 0
         self.modules = list(model.modules())

@@ -35,13 +35,13 @@ from penstock.partition.templates import (
     CONST,
     GIVEN,
     KNOWN,
-    NEW,
     VALUE,
     Number,
     Reader,
     Template,
     contents,
     fill,
+    is_leaf,
     known_in,
     leaves_of,
     look_of,
@@ -619,25 +619,20 @@ class _Operations(TorchDispatchMode):
 
 
 def _alike(after: Template, before: Template, given: Sequence[Any]) -> bool:
-    """Whether a list or object holds what it held before."""
-    if after[3] != before[3] or len(after[4]) != len(before[4]):
+    """Whether a value, such as a list, holds what it held before."""
+    if not (is_leaf(after) or is_leaf(before)):
+        same = after[1:4] == before[1:4] and len(after[4]) == len(before[4])
+        return same and all(
+            _alike(one, other, given) for one, other in zip(after[4], before[4], strict=True)
+        )
+    if after[0] is CONST and before[0] is GIVEN:
+        was = given[before[1]]
+        return after[2] is was or (type(was) is float and after[2] == was)
+    if after[0] is KNOWN and before[0] is AGAIN:
+        return bool(after[1] == before[1])
+    if after[:2] != before[:2]:
         return False
-    for one, other in zip(after[4], before[4], strict=True):
-        if one[0] is CONST and other[0] is GIVEN:
-            was = given[other[1]]
-            if one[2] is not was and not (type(was) is float and one[2] == was):
-                return False
-        elif one[0] in (NEW, KNOWN) and other[0] is KNOWN:
-            if one[1] != other[1] or not _alike(one, other, given):
-                return False
-        elif one[0] is KNOWN and other[0] is AGAIN:
-            if one[1] != other[1]:
-                return False
-        elif one[:2] != other[:2] or (
-            one[0] is CONST and one[2] is not other[2] and one[2] != other[2]
-        ):
-            return False
-    return True
+    return after[0] is not CONST or after[2] is before[2] or bool(after[2] == before[2])
 
 
 def _version(tensor: Tensor) -> Any:

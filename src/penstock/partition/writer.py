@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
@@ -66,7 +65,6 @@ from penstock.partition.templates import (
     BATCH,
     CONST,
     GIVEN,
-    TUPLE,
     VALUE,
     Look,
     Number,
@@ -77,6 +75,7 @@ from penstock.partition.templates import (
     look_of,
     takes_gradient,
     text_of,
+    tuple_template,
 )
 from penstock.partition.tree import ScoreTree
 from penstock.partition.trial import IS_LINE, Trial
@@ -139,7 +138,7 @@ class Writer(TorchFunctionMode):
         self.refused: list[Exception] = []
         self.at_end = ExitStack()
         self._reader = Reader(self.numbers.get, self._read_tensor, tree.fixed)
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
         self._as_called: list[tuple[str, list[Any]]] = []
         self._looks: dict[int, tuple[Tensor, Look]] = {}
         self._depth, self._inside = 0, False
@@ -274,7 +273,7 @@ class Writer(TorchFunctionMode):
         path = interceptor.path
         held = [*chain.from_iterable(map(_VALUES, self._tables[path]))]
         self._as_called.append((path, held))
-        call = self._calls[path]
+        call = self._calls.get(path, 0)
         self._calls[path] = call + 1
         is_direct = getattr(run, "__name__", "") == "forward"
         output = self._line(
@@ -482,6 +481,7 @@ class Writer(TorchFunctionMode):
             )
         if name in vars(module):
             self._sets.setdefault(path, {})[id(module), name] = module
+            self.tree.ever_set.setdefault(path, {})[id(module), name] = module
 
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:
         """Refuse to use a number that a unit has set, before it has a value."""
@@ -543,7 +543,7 @@ class Writer(TorchFunctionMode):
         line.index, line.modes = self._at.index + 1, modes
         line.args = templates[:count]
         line.kwargs = tuple(zip(names, templates[count:], strict=True))
-        line.beside = (TUPLE, tuple, beside)
+        line.beside = tuple_template(tuple, beside)
         with left(self):
             output = self.new(line, run, given)
         if output is not IS_LINE:

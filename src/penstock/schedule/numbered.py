@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from penstock.schedule.action import (
     RECV_OPS,
@@ -205,14 +205,25 @@ class Numbered:
         )
         return self.costs.wire(source, target)[0], max(transfers, default=0.0)
 
-    def run(self, duration: Sequence[float] = ()) -> Ran:
+    def run(self, duration: Sequence[float] = (), *, blocking_sends: bool = False) -> Ran:
         """Run it, to its end or as far as it comes.
 
         Args:
             duration: how long each entry keeps its rank busy; by default none takes time.
+            blocking_sends: whether each SEND keeps its rank until the message is complete.
         """
         takes = [*(duration or [0.0] * len(self.entries)), *self.lengths]
-        return run(self.programs, takes, self.needs)
+        return run(self.programs, takes, self._blocking() if blocking_sends else self.needs)
+
+    def _blocking(self) -> list[list[Link]]:
+        """The needs, if what follows a SEND waits for its message."""
+        needs = list(self.needs)
+        for send, _ in chain.from_iterable(self.channels):
+            following = range(send + 1, self.programs[self.rank[send]].stop)
+            waiting = (number for number in following if self.entries[number][1] not in STAGE_OPS)
+            for number in islice(waiting, 1):
+                needs[number] = [*needs[number], self.arrival[send]]
+        return needs
 
     def find(self, action: Action) -> int | None:
         """The number of an action, or ``None`` if no program has it; if it recurs, the first."""

@@ -60,10 +60,12 @@ class Report:
     Attributes:
         schedule: the name of the schedule.
         problems: everything that is wrong; empty if the schedule is proven to complete.
+        survives_blocking_sends: whether it would also complete if each SEND waited for its RECV.
     """
 
     schedule: str
     problems: tuple[Problem, ...]
+    survives_blocking_sends: bool
 
     @property
     def ok(self) -> bool:
@@ -81,27 +83,33 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.schedule}: valid"
+            sends = "also" if self.survives_blocking_sends else "not"
+            return f"{self.schedule}: valid; {sends} with blocking sends"
         head = f"{self.schedule}: {len(self.problems)} problem(s)"
         return "\n".join((head, *(f"  {problem}" for problem in self.problems)))
 
 
 @paused_collection()
-def validate(schedule: Schedule) -> Report:
+def validate(schedule: Schedule, *, blocking_sends: bool = False) -> Report:
     """Prove that a schedule completes, in time linear in its actions.
 
     Args:
         schedule: the schedule; if its messages are not spelled out, values change ranks without them.
+        blocking_sends: whether it must also complete where each SEND waits for its RECV.
 
     Returns:
         A report of all problems.
     """
     numbered = Numbered(schedule)
+    ran = numbered.run(blocking_sends=True)
+    survives = not ran.stuck
+    if not (survives or blocking_sends):
+        ran = numbered.run()
     problems = list(_missing(numbered))
     absent = {problem.action for problem in problems}
-    problems += obstacles(numbered, numbered.run(), absent)
+    problems += obstacles(numbered, ran, absent)
     problems += _located(numbered, (fault for check in CHECKS for fault in check(numbered)))
-    return Report(schedule.name, tuple(problems))
+    return Report(schedule.name, tuple(problems), survives and not problems)
 
 
 def _missing(numbered: Numbered) -> Iterator[Problem]:

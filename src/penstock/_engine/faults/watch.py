@@ -48,6 +48,8 @@ UNKNOWN = 4.0
 """Seconds to look for the cause of a broken connection."""
 LINGER = 1.5
 """Seconds that a failed rank gives the others to learn the reason, before a launcher ends them."""
+HOSTS = 6.0
+"""The same of the rank with which the store ends, since a busy machine's ranks read late."""
 LAST = 4.0
 """Seconds after a failure until a rank that still hangs ends its own process."""
 LOST = 2.0
@@ -169,10 +171,10 @@ class Watch:
         self._stop()
         self._desk.report(failure, LINGER)
         self._end_waits()
-        self._await_others()
         first = self._desk.failure or failure
         if first.process == self.activity.process:
-            self._report(first)
+            self._report(first)  # before the others end, since a launcher then ends this process
+        self._await_others()
         return error
 
     def close(self) -> None:
@@ -250,7 +252,8 @@ class Watch:
         failure = self._desk.failure
         # Who has died or left reads nothing.
         gone = failure is not None and failure.kind in ("died", "left")
-        self._desk.wait_for(lambda: self._desk.heard >= len(self._members) - gone, LINGER)
+        seconds = HOSTS if self._meeting.hosts else LINGER
+        self._desk.wait_for(lambda: self._desk.heard >= len(self._members) - gone, seconds)
 
     def _report(self, failure: Failure) -> None:
         """Write the report, if this is the rank that noticed the failure."""

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from functools import reduce
 from math import isfinite
 from struct import pack, unpack
 from typing import Any, NamedTuple
@@ -246,11 +246,11 @@ class StepState:
         agreement: what the ranks agreed on for it.
         weights: how much each microbatch counts.
         parts: the arguments of each microbatch.
-        devices: the devices of the stages here.
+        devices: the device of each stage here.
         scores: what the author's code does in each microbatch; None for stages that were placed by hand.
 
     Attributes:
-        draws: returns the draws of a microbatch on a device; None leaves the generators alone.
+        draws: for each stage here, the draws of each microbatch; None leaves the generators alone.
         targets: the targets of the microbatches.
         tally: adds up losses and metrics.
         adapters: the adapters of replicated and sharded stages.
@@ -268,7 +268,7 @@ class StepState:
         agreement: Agreement,
         weights: Weights,
         parts: Sequence[Microbatch],
-        devices: Sequence[torch.device],
+        devices: Mapping[int, torch.device],
         scores: Sequence[Any] | None = None,
     ) -> None:
         self.call, self.agreement, self.weights = call, agreement, weights
@@ -277,15 +277,19 @@ class StepState:
         self.targets = call.batch.targets or [None] * len(self.parts)
         self.tally = StepTally(weights, call.loss.metrics if call.loss is not None else {})
         self.adapters: Adapters | None = None
-        self.recorder = Recorder(devices[0]) if call.record else None
+        self.recorder = Recorder(next(iter(devices.values()))) if call.record else None
         self.outputs: dict[int, Any] = {}
         self.shared: list[Any] = []
         self.batch_gradients: list[tuple[Tensor, Tensor]] = []
         self.result = StepResult()
         self.flops: Callable[[], float | None] = lambda: None
-        self.draws: Callable[[int, torch.device], Draws | None] = lambda *_: None
-        if call.seed is not None:
-            self.draws = cache(partial(Draws, *call.seed))
+        self.draws: dict[int, Sequence[Draws | None]] = {}
+        on: dict[torch.device, Sequence[Draws | None]] = {}
+        for stage, device in devices.items():
+            if device not in on:
+                each, seed = range(len(self.parts)), call.seed
+                on[device] = [None if seed is None else Draws(*seed, i, device) for i in each]
+            self.draws[stage] = on[device]
 
     def bring(self, microbatch: int, args: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
         """Take other arguments for the stages of this process; without ``args``, those stay."""

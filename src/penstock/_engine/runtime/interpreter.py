@@ -243,7 +243,7 @@ class Interpreter:
         if self._losses.added.terms:
             # Losses that a checkpoint added again when backward recomputed it.
             self._losses.added.clear()
-        binding, draws = kind.bindings[index], step.draws(microbatch, stage.device)
+        binding, draws = kind.bindings[index], step.draws[index][microbatch]
         entrance = Entrance(binding.writes)
         leaves = entrance.leaves
         values: dict[str, Any] = {}

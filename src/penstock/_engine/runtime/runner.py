@@ -7,14 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
 from itertools import chain, zip_longest
 from math import nan
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -290,28 +290,29 @@ class Runner:
         mine = self._bring(call, number, group)
         rows = group.announce(STEP, mine.numbers, f"the digest before step {number}", call.method)
         settled = mine.settled
-        if settled is None:
-            return self._look_into(call, group, mine, rows)
-        if not settled.is_said_again(rows):
-            mine = mine._replace(counts=_counts_here(call.loss, call.batch))
-            return self._look_into(call, group, mine, rows)
-        agreement = self._known.get(settled.digests)
-        assert agreement is not None
-        parts, scores = self._completed(call, mine, agreement)
-        return StepState(call, agreement, settled.weights, parts, self._devices, scores)
+        if settled is not None and settled.is_said_again(rows):
+            agreement, weights = self._known.get(settled.digests), settled.weights
+            assert agreement is not None
+            self._complete(call, mine, agreement)
+        else:
+            agreement, weights = self._look_into(call, group, mine, rows)
+        devices = {index: stage.device for index, stage in self.stages.items()}
+        return StepState(call, agreement, weights, mine.parts or (), devices, mine.scores)
 
     def _look_into(
         self, call: Call, group: Group, mine: _Mine, rows: Sequence[Sequence[int]]
-    ) -> StepState:
+    ) -> tuple[Agreement, Weights]:
         """Look into what all ranks say of a call, which settles it for calls in which they say the same."""
         job, heads = self.job, [Head.read(row) for row in rows]
         pipelines, own = job.by_pipeline(heads), job.own(heads)
-        found: list[_Found] = []
+        new: list[Agreement] = []
+        if mine.settled is not None:
+            mine.counts = _counts_here(call.loss, call.batch)
 
         def sort_out() -> list[float]:
             """Sums of weights, as they lie in a head."""
-            found.append(self._sort_out(call, mine, own))
-            return [sum(of) for of in found[0].counts.values()]
+            new.append(self._sort_out(call, mine, own))
+            return [sum(of) for of in mine.counts.values()]
 
         with refusals():
             check_steps([of[0].step for of in pipelines])
@@ -322,22 +323,17 @@ class Runner:
             else:
                 sums = group.meet(sort_out)
             check_learning(group, [head.learns for head in heads], self.stages.values())
-        was_known = not found
-        if was_known:
-            agreement = self._known.get(digests_of(own))
-            assert agreement is not None
-            found.append(self._known_again(call, mine, agreement))
-        agreement, parts, scores, counts = found[0]
+        agreement = new[0] if new else self._sort_out(call, mine, own)
         weights, loss = Weights(), call.loss
         if loss is not None:
             with refusals():
-                weights = loss.weigh(counts, self._totals(loss, counts, sums))
+                weights = loss.weigh(mine.counts, self._totals(loss, mine.counts, sums))
         by_target = agreement.model_call.weighted or (loss is not None and loss.asks_targets)
         tells_totals = loss is None or loss.replicas.number == 1 or job.reaches_replicas
-        if was_known and not by_target and tells_totals:
+        if not new and not by_target and tells_totals:
             said = [row[EACH:] for row in rows]
             agreement.settled = Settled(said, digests_of(own), loss, weights)
-        return StepState(call, agreement, weights, parts, self._devices, scores)
+        return agreement, weights
 
     def _bring(self, call: Call, step: int, group: Group) -> _Mine:
         """What this rank brings to a call, which is or follows a step of this number."""
@@ -362,7 +358,7 @@ class Runner:
                 settled = agreement.settled
                 if settled is not None and settled.loss is call.loss:
                     numbers = [step, sampled.mark, *settled.rows[group.rank]]
-                    return _Mine(numbers, None, sampled, {}, scores, settled)
+                    return _Mine(numbers, None, sampled, {}, parts, scores, settled)
             counts = _counts_here(call.loss, call.batch)
             if agreement is not None:
                 known = self._counts(call.loss, agreement.model_call, counts, asks=False)
@@ -374,7 +370,7 @@ class Runner:
         learns = mark_of(self.stages.values(), replicas, averages=call.finalizes)
         digest = REFUSED if refusal is not None else digest
         head = Head(step, sampled.mark, digest, expected, learns, sums)
-        return _Mine(head.numbers(), refusal, sampled, counts, scores)
+        return _Mine(head.numbers(), refusal, sampled, counts, parts, scores)
 
     def _digest_of(self, call: Call, scores: Sequence[Any] | None) -> int:
         """A hash of how what this rank brings to a call looks."""
@@ -390,8 +386,8 @@ class Runner:
                 self._digests[key] = digest
         return digest
 
-    def _sort_out(self, call: Call, mine: _Mine, heads: Sequence[Head]) -> _Found:
-        """Look into a call that is new or odd; all ranks of the pipeline do.
+    def _sort_out(self, call: Call, mine: _Mine, heads: Sequence[Head]) -> Agreement:
+        """Find what was agreed on for a call, or look into it if it is new or odd; all ranks do.
 
         Raises:
             PenstockError: it is refused.
@@ -413,32 +409,22 @@ class Runner:
             rows = self.job.pipeline.meet(describe)
         if agreement is None:
             model_call = merge([facts for facts, _ in rows])
-            parts = self._with_batch(model_call, call.batch.parts)
-            agreement, scores = self._make_agreement(call, model_call, parts, mine.scores)
+            mine.parts = self._with_batch(model_call, mine.parts)
+            agreement, mine.scores = self._make_agreement(call, model_call, mine.parts, mine.scores)
             self._known.add(digests, agreement)
-            counts = self._counts(call.loss, model_call, mine.counts)
-            found = _Found(agreement, parts, scores, counts)
         else:
-            found = self._known_again(call, mine, agreement)
+            self._complete(call, mine, agreement)
+        mine.counts = self._counts(call.loss, agreement.model_call, mine.counts)
         if differs:
             check_alike(marks, [samples for _, samples in rows])
-        return found
+        return agreement
 
-    def _known_again(self, call: Call, mine: _Mine, agreement: Agreement) -> _Found:
-        """What a known call needs here."""
-        parts, scores = self._completed(call, mine, agreement)
-        counts = self._counts(call.loss, agreement.model_call, mine.counts)
-        return _Found(agreement, parts, scores, counts)
-
-    def _completed(
-        self, call: Call, mine: _Mine, agreement: Agreement
-    ) -> tuple[Sequence[Microbatch], Sequence[Any] | None]:
-        """The microbatches of a known call and their scores, once ranks have been sent what they lack."""
-        parts, scores = self._with_batch(agreement.model_call, call.batch.parts), mine.scores
-        if scores is None and self._planned is not None:
-            scores = self._scores(call, parts)
-            self._check_paths(agreement, scores)
-        return parts, scores
+    def _complete(self, call: Call, mine: _Mine, agreement: Agreement) -> None:
+        """Send ranks the microbatches that they lack for a known call; these write their scores now."""
+        mine.parts = self._with_batch(agreement.model_call, mine.parts)
+        if mine.scores is None and self._planned is not None:
+            mine.scores = self._scores(call, mine.parts)
+            self._check_paths(agreement, mine.scores)
 
     def _totals(
         self,
@@ -818,14 +804,16 @@ def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
         raise StageError(f"{where} the first microbatch: {what}") from cause
 
 
-class _Mine(NamedTuple):
-    """What a rank brings to a call.
+@dataclass
+class _Mine:
+    """What a rank brings to a call, completed by what others send it.
 
     Attributes:
         numbers: what it says of it, see :class:`Head`.
         refusal: the error in what it was given, if any.
         sampled: what it has that others must have too.
         counts: how much each microbatch counts, as far as this rank knows; nothing if that is settled.
+        parts: the arguments of each microbatch; None if it was given none.
         scores: what the author's code does in each microbatch, where this rank has the batch.
         settled: what holds if the others say the same as before, too.
     """
@@ -834,17 +822,9 @@ class _Mine(NamedTuple):
     refusal: PenstockError | None
     sampled: Sampled
     counts: Mapping[str, Sequence[float]]
+    parts: Sequence[Microbatch] | None
     scores: Sequence[Any] | None
     settled: Settled | None = None
-
-
-class _Found(NamedTuple):
-    """What the ranks have agreed on for a call, and what this one needs to carry it out."""
-
-    agreement: Agreement
-    parts: Sequence[Microbatch]
-    scores: Sequence[Any] | None
-    counts: Mapping[str, Sequence[float]]
 
 
 def digests_of(heads: Sequence[Head]) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ class StageLosses:
         self, function: StepLoss, stage: PipelineStage, microbatch: int, output: Any, target: Any
     ) -> Tensor:
         """The loss of an output, with the random numbers of a microbatch."""
-        draws = self._step.draws(microbatch, stage.device)
+        draws = self._step.draws[stage.index][microbatch]
         if draws is not None:
             draws.enter(LOSS, 0)
         try:
@@ -183,7 +183,8 @@ class StageLosses:
 
     def _seeded(self, stage: int, microbatch: int, totals: Mapping[str, Tensor]) -> list[Tensor]:
         """The roots of sums of losses, by whose weights they count."""
-        roots, seeds = list[Tensor](), list[Tensor | None]()
+        roots: list[Tensor] = []
+        seeds: list[Tensor | None] = []
         for name, total in totals.items():
             if total.requires_grad:
                 roots.append(total)
