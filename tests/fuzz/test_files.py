@@ -13,6 +13,7 @@ from torch import nn
 from penstock import plan as planning
 from penstock import schedule as schedules
 from penstock.errors import InputFileError
+from penstock.schedule import Timeline
 from tests.fuzz.files import refused
 
 
@@ -30,6 +31,10 @@ def schedule() -> schedules.Schedule:
     return schedules.build("1F1B", ranks=2, microbatches=2)
 
 
+def timed(text: str) -> float:
+    return Timeline.from_chrome_trace(text).bubble
+
+
 FILES: dict[str, tuple[Callable[[], str], Callable[[str], Any]]] = {
     "plan": (lambda: plan().to_json(), planning.Plan.from_json),
     "costs": (lambda: profile().to_json(), planning.Profile.from_json),
@@ -38,6 +43,7 @@ FILES: dict[str, tuple[Callable[[], str], Callable[[str], Any]]] = {
         planning.Cluster.from_json,
     ),
     "schedule": (lambda: schedules.to_json(schedule()), schedules.from_json),
+    "trace": (lambda: schedules.simulate(schedule()).timeline.to_chrome_trace(), timed),
 }
 
 
@@ -48,6 +54,16 @@ def test_crafted_files_are_refused_in_one_line_or_read(name: str) -> None:
     messages = refused(write(), read, 200)
     assert len(messages) > 50
     assert all(one.isprintable() and len(one) < 2000 for one in messages)
+
+
+@pytest.mark.parametrize(
+    "event", [{"tid": 10**12}, {"tid": float("inf")}, {"ts": 10**400}, {"dur": "1"}]
+)
+def test_a_number_in_a_trace_is_no_limitless_list(event: dict[str, Any]) -> None:
+    span = {"ph": "X", "name": "0F0", "tid": 0, "ts": 0, "dur": 1}
+    text = json.dumps({"traceEvents": [span | event]})
+    with pytest.raises(InputFileError, match="not a trace of a step"):
+        timed(text)
 
 
 def test_costs_that_lack_a_stage_are_no_plan() -> None:

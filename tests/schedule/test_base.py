@@ -21,6 +21,7 @@ from penstock.schedule import (
     build,
     chain,
     looped,
+    simulate,
     v_shaped,
 )
 from tests.schedule.programs import schedule
@@ -110,6 +111,13 @@ def test_the_chrome_trace_has_a_thread_a_rank_and_microseconds() -> None:
     args = {"op": "B", "stage": 1, "microbatch": 0}
     times = {"ts": 2e6, "dur": 2e6, "pid": 0, "tid": 1}
     assert events[-1] == {"ph": "X", "name": "1B0", "cat": "B", "args": args} | times
+
+
+def test_a_chrome_trace_keeps_idle_ranks_and_pairs() -> None:
+    timeline = simulate(build("DualPipeV", ranks=2, microbatches=4)).timeline
+    again = Timeline.from_chrome_trace(timeline.to_chrome_trace())
+    assert again.pairs == timeline.pairs != ()
+    assert Timeline.from_chrome_trace(Timeline(LINE.spans, 4).to_chrome_trace()).ranks == 4
 
 
 def test_a_schedule_of_lists_is_the_same_value() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.errors import UsageError
-from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, Slice
+from penstock.errors import InputFileError, UsageError, printable
+from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, Slice, parse_action
+from penstock.schedule.base import flat
 
 MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
 """Microseconds in each unit of time; a Chrome trace draws a unit without a name as a millisecond."""
@@ -111,7 +112,11 @@ class Timeline:
     def to_chrome_trace(self) -> str:
         """The timeline as Chrome-trace JSON, for ``chrome://tracing`` or Perfetto: one thread per rank."""
         scale = MICROSECONDS[self.unit]
+        pairs = [str(pair) for pair in self.pairs]
         events: list[dict[str, object]] = [
+            {"ph": "M", "name": "pairs", "pid": 0, "tid": 0, "args": {"pairs": pairs}},
+        ] * bool(pairs)
+        events += [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank}
             | {"args": {"name": f"rank {rank}"}}
             for rank in range(self.ranks)
@@ -126,6 +131,38 @@ class Timeline:
             what = {"ph": "X", "name": str(action), "cat": op.value, "args": args}
             events.append({**what, **times, "pid": 0, "tid": rank})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    @staticmethod
+    def from_chrome_trace(text: str) -> Timeline:
+        """Read what ``to_chrome_trace`` wrote; times are in seconds.
+
+        Raises:
+            InputFileError: the text is not such a trace.
+        """
+        try:
+            events = json.loads(text)["traceEvents"]
+            spans = [
+                Span(int(event["tid"]), one, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+                for event in events
+                if event["ph"] == "X"
+                for one in flat((parse_action(event["name"]),))
+            ]
+            ranks = 1 + max((int(event["tid"]) for event in events), default=0)
+            if ranks > len(events):
+                raise InputFileError(
+                    f"rank {ranks - 1} among {len(events)} events, one or more a rank"
+                )
+            named = [event["args"]["pairs"] for event in events if event["name"] == "pairs"]
+            parsed = [parse_action(text) for texts in named for text in texts]
+            pairs = tuple(pair for pair in parsed if isinstance(pair, Overlap))
+            return Timeline(tuple(spans), ranks, "s", pairs)
+        except (
+            ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+        ) as error:  # fmt: skip
+            raise InputFileError(
+                "not a trace of a step as Timeline.to_chrome_trace writes it: "
+                + printable(str(error), "")[:300]
+            ) from error
 
 
 def _covered(spans: Iterable[Span]) -> float:
