@@ -95,6 +95,15 @@ def looks_up(m: Any, x: Tensor) -> Any:
     return x * m.table((x.detach()[:, 0].abs() * 7).long())
 
 
+def changes_at_times(m: Any, x: Tensor) -> Any:
+    """Halves its scale in every second call; the others run again with the scale that they had, too."""
+    m.count += 1
+    x = torch.tanh(m.lin(x) * m.scale)
+    if m.count % 2 == 0:
+        m.scale = m.scale * 0.5
+    return x
+
+
 UNITS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "spectral norm of old": lambda: spectral_norm(linear()),
@@ -102,6 +111,9 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
     "a running mean that is used": lambda: Does(runs_on, lin=linear(), mean=torch.ones(WIDTH)),
     "attributes": lambda: Does(
         replaces, lin=linear(), count=0, last=None, seen={"sum": torch.zeros(())}
+    ),
+    "what some calls change": lambda: Does(
+        changes_at_times, lin=linear(), count=0, scale=torch.ones(WIDTH)
     ),
     "what an object holds": lambda: Does(counts, lin=linear(), meter=Meter()),
     "generators of its own": lambda: Does(

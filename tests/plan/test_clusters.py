@@ -45,6 +45,8 @@ def test_a_slow_rank_gets_less_and_the_simulator_agrees() -> None:
     even = plan_for(costs, schedule, halves, batch=4, cluster=ranks)
     assert sizes(even) == [6, 6]
     assert even.seconds > 1.25 * best[0].seconds
+    with pytest.raises(UsageError, match="has 2 ranks, and the cluster only 1 devices"):
+        plan_for(costs, schedule, halves, batch=4, cluster=ranks.only([0]))
     # The same by hand: the second stage's actions take twice as long.
     stages = costs.at(1).stages((0, 8), best[0].schedule.placement).costs
     by_hand = replace(

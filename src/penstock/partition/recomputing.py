@@ -87,7 +87,7 @@ class _Repeatable:
                     f"{type(self._unit).__name__} changes its parameter {name} in place in its forward, "
                     "which must run again; make that a buffer, or leave the module out of recompute="
                 )
-        begun.forget_unchanged()
+        begun.note_written()
         self._begun = begun
         return output
 

@@ -29,7 +29,7 @@ _CONTAINERS = (list, dict, set, deque)
 _GENERATORS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SHARED_GENERATORS = [cast("Any", get).__self__ for get in (random.getstate, np.random.get_state)]
 """Those behind the functions of ``random`` and ``numpy.random``."""
-_DEPTH, _MOST = 4, 1000
+_DEPTH, _MOST = 6, 1000
 """How deep objects and containers are searched, and how many members of one."""
 _LIBRARIES = (
     "torch",
@@ -78,6 +78,7 @@ class Snapshot:
         self._entries: list[tuple[Any, str, Any]] = []
         self._generators: dict[int, tuple[Any, Any]] = {}
         self._searched: set[int] = set()
+        self._written: set[int] = set()
         for module in modules:
             self._look_at_module(module)
         for thing in [*others, *(_SHARED_GENERATORS if code else ())]:
@@ -211,21 +212,9 @@ class Snapshot:
                     put_back(thing, contents)
         return moved
 
-    def forget_unchanged(self) -> None:
-        """Keep only what is other now, for :meth:`again`."""
-        self._tensors = {key: of for key, of in self._tensors.items() if _has_moved(*of)}
-
-        def holds_moved(value: Any) -> bool:
-            if isinstance(value, tuple):
-                return any(map(holds_moved, value))
-            return id(value) in self._tensors
-
-        self._things = {
-            key: (thing, contents)
-            for key, (thing, contents) in self._things.items()
-            if is_changed(thing, contents)
-            or any(map(holds_moved, contents.values() if isinstance(contents, dict) else contents))
-        }
+    def note_written(self) -> None:
+        """Note which tensors have been written into since, as a run :meth:`again` will do."""
+        self._written = {key for key, of in self._tensors.items() if _has_moved(*of)}
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -233,27 +222,37 @@ class Snapshot:
 
         Other tensors stand in for those that were changed in place: a backward may need these as they are.
         """
-        twins = {key: before.clone() for key, (_, _, before) in self._tensors.items()}
+        twins = {
+            key: of[2].clone()
+            for key, of in self._tensors.items()
+            if key in self._written or _has_moved(*of)
+        }
 
         def twin(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return twins.get(id(value), value)
-            return map_tensors(value, twin) if isinstance(value, tuple) else value
+            if isinstance(value, tuple):
+                return map_tensors(value, twin) if any(map(is_moved, value)) else value
+            return twins.get(id(value), value)
+
+        def is_moved(value: Any) -> bool:
+            return any(map(is_moved, value)) if isinstance(value, tuple) else id(value) in twins
 
         now = [(thing, _contents(thing)) for thing, _ in self._things.values()]
         drawn_now = [(generator, drawn(generator)) for generator, _ in self._generators.values()]
         try:
             for thing, contents in self._things.values():
                 if isinstance(contents, dict):
-                    put_back(thing, {name: twin(value) for name, value in contents.items()})
+                    then: Any = {name: twin(value) for name, value in contents.items()}
                 else:
-                    put_back(thing, type(contents)(map(twin, contents)))
+                    then = type(contents)(map(twin, contents))
+                if is_changed(thing, then):
+                    put_back(thing, then)
             for generator, state in self._generators.values():
                 draw_from(generator, state)
             yield
         finally:
             for thing, contents in now:
-                put_back(thing, contents)
+                if is_changed(thing, contents):
+                    put_back(thing, contents)
             for generator, state in drawn_now:
                 draw_from(generator, state)
 

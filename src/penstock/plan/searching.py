@@ -217,9 +217,14 @@ def plan_for(
         cluster: the devices of the ranks, if they differ.
 
     Raises:
-        UsageError: the stages do not hold the units in their order.
+        UsageError: the stages do not hold the units in their order, or the cluster has too few devices.
     """
     plain = compute_only(schedule)
+    if cluster is not None and len(cluster) < plain.ranks:
+        raise UsageError(
+            f"the schedule has {plain.ranks} ranks, and the cluster only {len(cluster)} devices; give a "
+            "device for each rank"
+        )
     # As a batch is split: the first microbatches are larger if it does not divide evenly.
     samples = -(-whole("batch", batch) // plain.microbatches)
     ranks = ranks_of(profile, samples, plain.ranks, plain.ranks, cluster)
