@@ -10,7 +10,7 @@ from benchmarks.pairs import Ratios, take_turns
 from benchmarks.steps import REPEATS
 from benchmarks.work import SCHEDULES, Work, ours, tiny
 
-AIMS = {"1F1B": 1.5, "ZB-V": 2.2, "ZB-H1": 2.0}
+AIMS = {"1F1B": 1.45, "ZB-V": 1.8, "ZB-H1": 1.6}
 """How much CPU time a step should take at most, of what the plain loop takes."""
 
 

@@ -57,7 +57,8 @@ class StageLosses:
         """
         loss, call = step.call.loss, step.agreement.model_call
         self._step, self._batch = step, None
-        self.check.begin()
+        if self.check.is_due:
+            self.check.begin()
         for stage in self._stages.values():
             stage.on_undo = self.added.clear
         self.seeds.clear()
