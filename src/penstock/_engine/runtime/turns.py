@@ -8,10 +8,13 @@ collectives then depends on nothing but the model, so that it is the same on all
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
-from threading import Condition, Thread, get_ident
+from functools import lru_cache
+from threading import Condition, get_ident
 from typing import Any
 
 import torch
@@ -42,30 +45,26 @@ def overlap_collectives(forward: PairForward, backward: PairBackward) -> tuple[A
     Returns:
         The forward's output, and the gradients of the backward's inputs.
     """
-    turns = _Turns(device_of(forward.module))
-    gradients: Gradients = ()
-    failures: list[BaseException] = []
+    turns, context = _Turns(device_of(forward.module)), copy_context()
 
-    def run_backward() -> None:
-        nonlocal gradients
-        try:
-            with turns.taken(BACKWARD):
-                gradients = backward.run()
-        except BaseException as error:
-            failures.append(error)
+    def run_backward() -> Gradients:
+        with turns.taken(BACKWARD):
+            return backward.run()
 
-    context = copy_context()
-    thread = Thread(target=lambda: context.run(run_backward), name="penstock backward")
-    thread.start()
+    gradients = _helper(os.getpid()).submit(context.run, run_backward)
     try:
         with turns.taken(FORWARD):
             output = forward.run()
     finally:
-        thread.join()
+        wait([gradients])
         turns.end()
-    if failures:
-        raise failures[0]
-    return output, gradients
+    return output, gradients.result()
+
+
+@lru_cache(1)
+def _helper(process: int) -> ThreadPoolExecutor:
+    """The thread for backwards. One serves all pairs, since libraries give each new thread new buffers."""
+    return ThreadPoolExecutor(1, "penstock backward")
 
 
 class _Turns:
