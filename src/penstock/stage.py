@@ -559,7 +559,7 @@ class PipelineStage:
         self._module.load_state_dict({k: state[n] for k, n in names if n in state}, strict=False)
 
     def may_cast(self) -> bool:
-        """Whether wrappers may change the types of what the stage is given and gives."""
+        """Tell whether wrappers may change the types of what the stage is given and gives."""
         return parallel.may_cast(self._module, self.code)
 
     def follow_wrappers(self, *, adapted: bool) -> None:
@@ -932,7 +932,7 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    """Tell whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     # What compiles in place keeps what it calls on the module, too.

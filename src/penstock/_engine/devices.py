@@ -58,7 +58,7 @@ def autocast_types() -> list[str]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has memory and work of its own beside the host's."""
+    """Tell whether a device has memory and work of its own beside the host's."""
     return device.type not in {"cpu", "meta"}
 
 

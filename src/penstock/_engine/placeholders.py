@@ -245,7 +245,7 @@ class Placeholder(Tensor):
 
 
 def is_placeholder(tensor: Any) -> TypeGuard[Placeholder]:
-    """Whether a tensor stands for one that lies on another rank."""
+    """Tell whether a tensor stands for one that lies on another rank."""
     return isinstance(tensor, Placeholder)
 
 
@@ -431,7 +431,7 @@ def _hide(optimizer: Optimizer) -> None:
 
 
 def _keeps_values(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state of a weight holds more than numbers and placeholders."""
+    """Tell whether an optimizer's state of a weight holds more than numbers and placeholders."""
     kept = [one for one in state.values() if isinstance(one, Tensor) and one.dim()]
     return any(not isinstance(one, Placeholder) for one in kept)
 

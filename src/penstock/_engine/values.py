@@ -351,12 +351,12 @@ def _class_name(kind: type, what: str) -> str:
 
 
 def _is_container(kind: Any) -> bool:
-    """Whether objects of a class are taken apart although nobody has registered it."""
+    """Tell whether objects of a class are taken apart although nobody has registered it."""
     return isinstance(kind, type) and _unregistered(kind) is not None
 
 
 def is_container(kind: type) -> bool:
-    """Whether objects of a class are taken apart; others are leaves."""
+    """Tell whether objects of a class are taken apart; others are leaves."""
     return _CONTAINERS[kind] is not None
 
 

@@ -52,7 +52,7 @@ def node_of(t: Tensor) -> Node | None:
 
 
 def has_hooks(node: Node) -> bool:
-    """Whether hooks handle what ``node`` saved, as they do in a checkpointed region."""
+    """Tell whether hooks handle what ``node`` saved, as they do in a checkpointed region."""
     for name in saved_names(type(node)):
         saved: Any = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
@@ -62,7 +62,7 @@ def has_hooks(node: Node) -> bool:
 
 
 def is_recomputed(saved: Any) -> bool:
-    """Whether reading a saved tensor recomputes a region of non-reentrant checkpointing."""
+    """Tell whether reading a saved tensor recomputes a region of non-reentrant checkpointing."""
     if saved.unpack_hook is None or type(saved.data).__module__ != checkpoint.__name__:
         return False
     return hasattr(saved.data, "handles")

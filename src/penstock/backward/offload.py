@@ -151,7 +151,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is a strided one whose memory can be copied as bytes."""
+    """Tell whether a tensor is a strided one whose memory can be copied as bytes."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not tensor.is_meta and not tensor.is_quantized
 

@@ -290,7 +290,7 @@ def _next(use: _Candidate) -> list[Node]:
 
 
 def _refuses(kind: Any) -> bool:
-    """Whether a function runs in whole backward passes only, as reentrant checkpoints do."""
+    """Tell whether a function runs in whole backward passes only, as reentrant checkpoints do."""
     if not issubclass(kind, BackwardCFunction):
         return False
     code = getattr(kind._forward_cls.backward, "__code__", None)

@@ -160,7 +160,7 @@ def _collect(held: Sequence[HeldTensors], name: Callable[[int], str]) -> dict[st
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Whether boxes make up a tensor: each of its elements lies in exactly one.
+    """Tell whether boxes make up a tensor: each of its elements lies in exactly one.
 
     A sum of boxes is determined by its corners: counted with alternating signs along each dimension, those
     that lie inside cancel out. This takes one look at each box; comparing pairs would take squares.

@@ -293,7 +293,7 @@ def _width() -> int:
 
 
 def _in_colour() -> bool:
-    """Whether the output goes to a terminal whose user accepts colours (https://no-color.org)."""
+    """Tell whether the output goes to a terminal whose user accepts colours (https://no-color.org)."""
     return (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )

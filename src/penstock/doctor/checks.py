@@ -97,7 +97,7 @@ class SmallPipeline:
         return Check(name, "" if most <= TOLERANCE else wrong)
 
     def folder(self, folder: Path) -> Check:
-        """Whether all ranks see one folder."""
+        """Tell whether all ranks see one folder."""
         name = f"all ranks see {folder}"
         with self._within(folder) as inside:
             try:

@@ -178,7 +178,7 @@ class Pass:
 
 
 def learns(pipe: Pipeline) -> bool:
-    """Whether any weight of the whole model learns."""
+    """Tell whether any weight of the whole model learns."""
     if pipe.model is not None:
         return any(parameter.requires_grad for parameter in pipe.model.parameters())
     # Of stages that were made by hand, only the other ranks know.

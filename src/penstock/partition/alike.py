@@ -92,7 +92,7 @@ class Answer(NamedTuple):
     varies: bool
 
     def can_repeat(self) -> bool:
-        """Whether another call can give the same: all that it reads and gives is of the call, or new."""
+        """Tell whether another call can give the same: all that it reads and gives is of the call, or new."""
         line, values = self.line, {t[1] for t in self.tensors if t[0] is VALUE}
         given = {t[1] for t in leaves_of(line.result) if t[0] is VALUE}
         new = line.shown.values()
@@ -167,7 +167,7 @@ class Looks:
         self.look = None if scripted else tuple(map(self._of_part, self.parts))
 
     def is_as_before(self) -> bool:
-        """Whether the unit still looks like this."""
+        """Tell whether the unit still looks like this."""
         now = Looks(self.parts[0], self._path)
         return (now.look, now.numbers) == (self.look, self.numbers)
 

@@ -46,19 +46,19 @@ _READERS = frozenset(_READ_NUMBERS.split())
 
 
 def reads_numbers(function: Any) -> bool:
-    """Whether a function reads a tensor's numbers, on which the author's code may then depend."""
+    """Tell whether a function reads a tensor's numbers, on which the author's code may then depend."""
     return getattr(function, "__name__", "") in _READERS
 
 
 @functools.cache
 def is_ours(function: Any) -> bool:
-    """Whether it is a function of Penstock, such as ``add_loss``, that modes see like PyTorch's."""
+    """Tell whether it is a function of Penstock, such as ``add_loss``, that modes see like PyTorch's."""
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
 
 @functools.cache
 def may_draw(function: Any) -> bool:
-    """Whether a function of PyTorch may draw random numbers."""
+    """Tell whether a function of PyTorch may draw random numbers."""
     name = getattr(function, "__name__", "")
     if name in _DRAW_INSIDE.split():
         return True

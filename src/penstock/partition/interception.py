@@ -258,7 +258,7 @@ def alone_and_silent() -> Iterator[None]:
 
 
 def is_checkpoint(function: type[Function]) -> bool:
-    """Whether a custom function is the reentrant checkpoint's own."""
+    """Tell whether a custom function is the reentrant checkpoint's own."""
     return function is checkpointing.CheckpointFunction
 
 

@@ -55,7 +55,7 @@ def running(paths: Mapping[int, str]) -> tuple[nn.Module | None, str]:
 
 
 def is_called_by_library() -> bool:
-    """Whether code of PyTorch calls the method of a tensor that runs now, and not the author's."""
+    """Tell whether code of PyTorch calls the method of a tensor that runs now, and not the author's."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(_METHODS):
         frame = frame.f_back  # type: ignore[assignment]

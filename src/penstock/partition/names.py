@@ -93,7 +93,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def is_of_dynamo(error: Exception) -> bool:
-    """Whether ``torch.compile`` raised an error."""
+    """Tell whether ``torch.compile`` raised an error."""
     return type(error).__module__.startswith("torch._dynamo")
 
 

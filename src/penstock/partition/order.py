@@ -101,7 +101,7 @@ class CallOrder:
         return list(dict.fromkeys(of[0] for of in having if of))
 
     def _is_early(self, index: int, path: str) -> bool:
-        """Whether a unit, whose weights a line reads, is needed before it is called, if it ever is."""
+        """Tell whether a unit, whose weights a line reads, is needed before it is called, if it ever is."""
         if self._lines[index].unit:
             return True
         followers = {index}

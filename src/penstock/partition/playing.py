@@ -51,7 +51,7 @@ class Player:
         self._stage, self._recomputes = stage, recomputes
 
     def has(self, path: str) -> bool:
-        """Whether a unit is in this stage."""
+        """Tell whether a unit is in this stage."""
         return self._stage in self._homes.get(path, ())
 
     def play(

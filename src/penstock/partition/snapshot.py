@@ -310,7 +310,7 @@ def _is_of_library(module: str) -> bool:
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether a class, with all of its bases, is of a package whose objects are no state of a model."""
+    """Tell whether a class, with all of its bases, is of a package whose objects are no state of a model."""
     if kind not in _KINDS:
         _KINDS[kind] = all(_is_of_library(base.__module__) for base in kind.__mro__)
     return _KINDS[kind]
@@ -328,7 +328,7 @@ def _inside(thing: Any) -> Any:
 
 
 def is_changed(thing: Any, before: Any) -> bool:
-    """Whether a container or object holds other members than before."""
+    """Tell whether a container or object holds other members than before."""
     now = _inside(thing)
     if len(now) != len(before):
         return True
@@ -343,7 +343,7 @@ def is_changed(thing: Any, before: Any) -> bool:
 
 
 def _has_moved(tensor: Tensor, version: int, before: Tensor) -> bool:
-    """Whether a tensor may have been written into."""
+    """Tell whether a tensor may have been written into."""
     if _version(tensor) != version or tensor.layout is not torch.strided:
         return True
     # What is written through ``.data`` moves no version. To compare on a GPU would wait for it.
@@ -369,7 +369,7 @@ def put_back(thing: Any, before: Any) -> None:
 
 
 def holds_fakes(value: Any, depth: int = 3) -> bool:
-    """Whether a value is a fake tensor or has one inside."""
+    """Tell whether a value is a fake tensor or has one inside."""
     if isinstance(value, FakeTensor):
         return True
     if not depth or isinstance(value, nn.Module | Tensor):

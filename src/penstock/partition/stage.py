@@ -365,7 +365,7 @@ def check_not_compiled(model: nn.Module, outside: Sequence[nn.Module]) -> None:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to a module's ``forward``."""
+    """Tell whether ``torch.compile`` was applied to a module's ``forward``."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 

@@ -56,7 +56,7 @@ def look_of(tensor: Tensor) -> Look:
 
 
 def takes_gradient(tensor: Tensor) -> bool:
-    """Whether a gradient can come back to a tensor.
+    """Tell whether a gradient can come back to a tensor.
 
     A view of a weight that was made under ``no_grad`` claims to require a gradient, yet has no node.
     """
@@ -131,7 +131,7 @@ def _written(code: CodeType) -> tuple[str, ...]:
 
 
 def is_leaf(template: Template) -> bool:
-    """Whether a template has no other templates in it."""
+    """Tell whether a template has no other templates in it."""
     return len(template) < _SIZE
 
 

@@ -77,7 +77,7 @@ class Writing(Protocol):
         """A context in which calls belong to a trial."""
 
     def varies(self, line: Line) -> bool:
-        """Whether numbers decide the shapes of what a line reads."""
+        """Tell whether numbers decide the shapes of what a line reads."""
 
     def note_makers(self) -> None:
         """Note which lines have made the memory of the placeholders so far."""
@@ -208,7 +208,7 @@ class Trial:
         return bool(_version(tensor) != self._versions[id(tensor)])
 
     def _by_given(self) -> bool:
-        """Whether the numbers that a function needs are given, as a mask of the arguments is."""
+        """Tell whether the numbers that a function needs are given, as a mask of the arguments is."""
         of_values = [self._writer.shown[number] for number in self._line.reads]
         floats = all(t.dtype.is_floating_point for t in of_values if isinstance(t, Tensor))
         return floats and any(isinstance(one, Tensor) for one in self._given)
@@ -318,7 +318,7 @@ class Trial:
                 states -= {id(value) for part in parts for value in attributes_of(part).values()}
 
                 def stays(thing: Any, before: Any) -> bool:
-                    """Whether what a unit left there holds a tensor: so it is seen who reads it."""
+                    """Tell whether what a unit left there holds a tensor: so it is seen who reads it."""
                     is_state = id(thing) in states or isinstance(thing, nn.Module)
                     if is_state or not holds_fakes(thing):
                         return False
@@ -620,7 +620,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _alike(after: Template, before: Template, given: Sequence[Any]) -> bool:
-    """Whether a value, such as a list, holds what it held before."""
+    """Tell whether a value, such as a list, holds what it held before."""
     # What functions enclose was read from fakes that stood in it; no layer changes a function.
     if not (is_leaf(after) or is_leaf(before) or after[0] is BUILT):
         same = after[1:4] == before[1:4] and len(after[4]) == len(before[4])

@@ -15,12 +15,12 @@ from penstock.partition.base import check_lists, check_paths, count_parameters
 
 
 def worthy(module: nn.Module) -> bool:
-    """Whether a module holds something that must be in one stage: parameters, or buffers that are saved."""
+    """Tell if a module holds something that must be in one stage: parameters, or buffers that are saved."""
     return count_parameters(module) > 0 or bool(module.state_dict(keep_vars=True))
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called at all; a list or dict of modules can if its class defines a forward."""
+    """Tell if a module can be called at all; a list or dict of modules can if its class defines a forward."""
     return "forward" in vars(module) or forward_of(module) is not nn.Module.forward
 
 
@@ -30,7 +30,7 @@ def forward_of(module: nn.Module) -> Any:
 
 
 def is_sequential(model: nn.Module) -> bool:
-    """Whether a model calls its children one after the other, and does nothing else."""
+    """Tell whether a model calls its children one after the other, and does nothing else."""
     return forward_of(model) is nn.Sequential.forward
 
 
@@ -124,7 +124,7 @@ _TOO_HEAVY = 1.5
 
 
 def _is_chained(model: nn.Module, path: str) -> bool:
-    """Whether a part is a chain or holds one worth taking apart, and is not itself a member of a list."""
+    """Tell if a part is a chain or holds one worth taking apart, and is not itself a member of a list."""
     module = model.get_submodule(path)
     if is_sequential(module):
         return True
@@ -134,7 +134,7 @@ def _is_chained(model: nn.Module, path: str) -> bool:
 
 
 def _is_chain(module: nn.Module, whole: int) -> bool:
-    """Whether a module is a list whose members have children, or that is most of a whole of this size."""
+    """Tell if a module is a list whose members have children, or that is most of a whole of this size."""
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         return False
     members = [child for child in module.children() if count_parameters(child) > 0]

@@ -315,7 +315,7 @@ class Writer(TorchFunctionMode):
                 self._depth -= 1
 
     def _follows(self, values: Any) -> bool:
-        """Whether there is a value among some arguments."""
+        """Tell whether there is a value among some arguments."""
         for value in values:
             if isinstance(value, Tensor):
                 if id(value) in self.numbers:
@@ -615,7 +615,7 @@ class Writer(TorchFunctionMode):
                     )
 
     def varies(self, line: Line) -> bool:
-        """Whether numbers decide the shapes of what a line reads."""
+        """Tell whether numbers decide the shapes of what a line reads."""
         made = (number[0] for number in line.reads if isinstance(number, tuple))
         return any(index >= 0 and self.notes[index].line.varies for index in made)
 
@@ -706,7 +706,7 @@ def _run_forward(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_dispatched(frame: Any) -> bool:
-    """Whether an operation is called from within the dispatcher: no function of PyTorch was seen before."""
+    """Tell if an operation is called from within the dispatcher: no function of PyTorch was seen before."""
     for _ in range(4):
         if frame is None:
             return False

@@ -52,7 +52,7 @@ _MEANS = (
 
 
 def _is_known_mean(model: nn.Module) -> bool:
-    """Whether a model's code says that its loss is a mean over labels, so that it need not be asked."""
+    """Tell whether a model's code says that its loss is a mean over labels, so that it need not be asked."""
     author = author_of(model)
     code = getattr(inspect.unwrap(type(author).forward), "__code__", None)
     if code is None or not type(author).__module__.startswith("transformers."):
@@ -117,7 +117,7 @@ def label_names(model: nn.Module) -> list[str]:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Whether the model predicts each label from the tokens before it, and so never the first."""
+    """Tell whether the model predicts each label from the tokens before it, and so never the first."""
     base = author_of(model)
     function = getattr(base, "loss_function", None)
     causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
@@ -134,7 +134,7 @@ def author_of(model: Any) -> Any:
 
 
 def is_named(kind: type, name: str) -> bool:
-    """Whether a class is or extends transformers' or PEFT's class of this name; this imports neither."""
+    """Tell whether a class is or extends transformers' or PEFT's class of this name; this imports neither."""
     return any(
         base.__name__ == name and base.__module__.partition(".")[0] in ("transformers", "peft")
         for base in kind.__mro__

@@ -275,7 +275,7 @@ def _check_model(model: nn.Module, stages: Stages) -> None:
 
 
 def _needs_no_target(loss_fn: Callable[..., Any] | None) -> bool:
-    """Whether a loss function can be called with the output alone."""
+    """Tell whether a loss function can be called with the output alone."""
     try:
         inspect.signature(cast("Callable[..., Any]", loss_fn)).bind(None)
     except (TypeError, ValueError):

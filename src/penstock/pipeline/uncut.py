@@ -140,7 +140,7 @@ class UncutModel:
         self._optimizers.append(weakref.ref(optimizer))
 
     def _has_memory(self) -> bool:
-        """Whether the model has memory; if not, its stages live on the CPU, unless the user says where."""
+        """Tell if the model has memory; if not, its stages live on the CPU, unless the user says where."""
         if not self.is_bare:
             return True
         if self.device.type == "meta":

@@ -362,7 +362,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return self._drive
 
     def _may_go_back(self, microbatch: int) -> bool:
-        """Whether there is a backward, and the microbatch is one of the step's."""
+        """Tell whether there is a backward, and the microbatch is one of the step's."""
         if not self.has_backward:
             return False
         if self.chunks is not None and not 0 <= microbatch < self.chunks:

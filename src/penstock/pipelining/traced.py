@@ -118,7 +118,7 @@ class TensorLook(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}[{lengths}]"
 
     def fits(self, other: Any) -> bool:
-        """Whether a tensor of another look may take this one's place."""
+        """Tell whether a tensor of another look may take this one's place."""
         if not isinstance(other, TensorLook) or len(self.shape) != len(other.shape):
             return False
         pairs = zip(self.shape, other.shape, strict=True)
@@ -494,7 +494,7 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node is a number that depends on the sizes of the arguments: each stage computes it."""
+    """Tell whether a node is a number that depends on the sizes of the arguments: each stage computes it."""
     return isinstance(node.meta.get("val"), SymInt | SymBool | SymFloat)
 
 

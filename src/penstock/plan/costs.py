@@ -505,7 +505,7 @@ class _Travel:
         self.handled[backward][target][source, False] += size
 
     def _is_kept(self, value: ValueCost) -> bool:
-        """Whether a value that stays in its stage lives until backward."""
+        """Tell whether a value that stays in its stage lives until backward."""
         kept = any(end not in self._again for end in value.kept)
         return kept or any(target in self._again for target in value.targets)
 

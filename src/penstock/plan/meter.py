@@ -49,7 +49,7 @@ class Meter(TorchDispatchMode):
         self.peak = self.live
 
     def allocated(self, key: int) -> bool:
-        """Whether memory, by its ``storage_key``, was allocated in the mode and is not freed."""
+        """Tell whether memory, by its ``storage_key``, was allocated in the mode and is not freed."""
         return key in self._storages
 
     def __torch_dispatch__(

@@ -312,7 +312,7 @@ def _trained(
 
 
 def _is_local(name: str) -> bool:
-    """Whether only the process that has a stage has the value."""
+    """Tell whether only the process that has a stage has the value."""
     return name.removeprefix("evaluation: ").startswith(("gradient", "buffer", "output"))
 
 

@@ -218,7 +218,7 @@ def _price(node: Node) -> float | None:
 
 
 def _may_repeat(node: Node, fused: bool) -> bool:
-    """Whether the weights' half may compute a node once more."""
+    """Tell whether the weights' half may compute a node once more."""
     is_number = not isinstance(node.meta.get("val"), Tensor | list | tuple)
     if node.op == "get_attr" or _is_view(node) or is_number:
         return True
@@ -247,7 +247,7 @@ def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> li
 
 
 def _is_view(node: Node) -> bool:
-    """Whether a node makes a view of a tensor."""
+    """Tell whether a node makes a view of a tensor."""
     schema = getattr(node.target, "_schema", None)
     infos = [] if schema is None else [one.alias_info for one in schema.returns]
     return any(info is not None and not info.is_write for info in infos)

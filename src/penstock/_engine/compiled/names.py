@@ -46,7 +46,7 @@ def _light() -> frozenset[Any]:
 
 
 def is_light(node: Node) -> bool:
-    """Whether a node costs little: a view, an elementwise operation, a reduction."""
+    """Tell whether a node costs little: a view, an elementwise operation, a reduction."""
     target = getattr(node.target, "overloadpacket", node.target)
     is_number = isinstance(node.meta.get("val"), torch.SymInt)
     return node.op != "call_function" or is_number or target in _light()
@@ -157,7 +157,7 @@ def autocast_disabled() -> Any:
 
 
 def runs_as_written() -> bool:
-    """Whether compiled functions run without compilation now."""
+    """Tell whether compiled functions run without compilation now."""
     return eval_frame._stance.stance == "force_eager"
 
 
@@ -190,7 +190,7 @@ def graphs_kept() -> AbstractContextManager[Any]:
 
 @cache
 def has_compiler(device: str) -> bool:
-    """Whether inductor can compile for a type of device here."""
+    """Tell whether inductor can compile for a type of device here."""
     try:
         import_module("torch._inductor.cpp_builder").get_cpp_compiler()
     except Exception:

@@ -138,7 +138,7 @@ class CompiledModule:
 
 
 def _is_worth_it(unit: nn.Module) -> bool:
-    """Whether to compile a unit: not a single operation, nor one that is compiled already."""
+    """Tell whether to compile a unit: not a single operation, nor one that is compiled already."""
     is_single = type(unit).__module__.startswith("torch.nn.") and not any(unit.children())
     return unit._compiled_call_impl is None and not is_single
 

@@ -57,7 +57,7 @@ def add_probe(probe: Probe) -> Callable[[], None]:
 
 
 def has_probes() -> bool:
-    """Whether a probe was added."""
+    """Tell whether a probe was added."""
     return bool(_PROBES)
 
 

@@ -134,7 +134,7 @@ class Place(Where):
         return f" from global rank {self.awaited}" if self.awaited.isdecimal() else ""
 
     def has_come_to(self, group: str, number: int) -> bool:
-        """Whether it has come to a collective of a group."""
+        """Tell whether it has come to a collective of a group."""
         counts = dict(entry.split("=", 1) for entry in self.arrived.split() if "=" in entry)
         try:
             return int(counts.get(group, "0")) >= number

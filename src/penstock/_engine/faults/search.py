@@ -69,7 +69,7 @@ class Search:
         return 0.0 if seen is None or seen[0] != place.number else self._clock - seen[1]
 
     def is_mute(self, place: Place) -> bool:
-        """Whether none of a process's threads run, or nothing that it writes arrives."""
+        """Tell whether none of a process's threads run, or nothing that it writes arrives."""
         return self.stale(place) > STALE
 
     def judge(self, places: Sequence[Place], limit: float, *, broken: bool) -> Failure | None:

@@ -244,7 +244,7 @@ class Watch:
         self.close()
 
     def is_child(self) -> bool:
-        """Whether this process is a fork of the rank's, which has the threads and connections."""
+        """Tell whether this process is a fork of the rank's, which has the threads and connections."""
         return _pid != self._pid
 
     def _await_others(self) -> None:
@@ -391,14 +391,14 @@ class Watch:
 
 
 def _is_raised_by_all(error: BaseException) -> bool:
-    """Whether every rank raises an error, as when they disagree: nobody needs to be told."""
+    """Tell whether every rank raises an error, as when they disagree: nobody needs to be told."""
     return isinstance(error, PeerFailed | AgreementError | NonFiniteError) or (
         isinstance(error, PenstockError) and error.rank is not None
     )
 
 
 def _is_broken_wait(error: BaseException) -> bool:
-    """Whether a connection of Penstock's or of torch.distributed's broke; the user's own errors are not."""
+    """Tell if a connection of Penstock's or of torch.distributed's broke; the user's own errors are not."""
     if isinstance(error, MessageError | dist.DistError):
         return True
     # Gloo's errors have no class of their own; ``end_waits`` makes a wait raise the second.

@@ -155,7 +155,7 @@ def _equal(leaves: Sequence[Any]) -> bool:
 
 
 def _has(leaves: Sequence[Any], dim: int, sizes: Sequence[int]) -> bool:
-    """Whether all tensors have these sizes in a dimension."""
+    """Tell whether all tensors have these sizes in a dimension."""
     return all(
         isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == size
         for leaf, size in zip(leaves, sizes, strict=True)

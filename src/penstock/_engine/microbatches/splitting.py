@@ -218,7 +218,7 @@ def _look_of(
 
 
 def _is_cut_by_look(argument: tuple[int | str, tuple[Any, Rule | None]]) -> bool:
-    """Whether an argument, with its value and its rule, is cut in a way that does not depend on numbers."""
+    """Tell if an argument, with its value and its rule, is cut in a way that does not depend on numbers."""
     key, (value, rule) = argument
     if not isinstance(rule, Split | Replicate | None) or _is_by_tokens(rule):
         return False

@@ -39,7 +39,7 @@ class Adapter:
     casts = False
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether this adapter still belongs to a stage's module, which the user may have wrapped since."""
+        """Tell if this adapter still belongs to a stage's module, which the user may have wrapped since."""
         raise NotImplementedError
 
     def check_postpones(self) -> None:
@@ -146,7 +146,7 @@ class Averaging(Adapter):
         """The parameters that have learned since the last average, by identity: some may be frozen now."""
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether this is the adapter of the module."""
+        """Tell whether this is the adapter of the module."""
         return module is self._module
 
     def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
@@ -259,7 +259,7 @@ class Sharded(Adapter):
         self._has_run = False
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the sharded modules are still the same."""
+        """Tell whether the sharded modules are still the same."""
         parts = _sharded_parts(module)
         return len(parts) == len(self._modules) and all(map(operator.is_, parts, self._modules))
 
@@ -379,7 +379,7 @@ def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def _may_be_held(module: FSDPModule) -> bool:
-    """Whether its parameters may stay gathered through a call: the user has not asked to free them earlier.
+    """Tell if its parameters may stay gathered through a call: the user has not asked to free them earlier.
 
     There is no public way to read this choice. A replicated module gathers nothing. Of torch 2.13:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L67

@@ -29,7 +29,7 @@ def _dtensors() -> Any:
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor."""
+    """Tell whether a value is a DTensor."""
     return type(value) is not Tensor and hasattr(value, "to_local")
 
 

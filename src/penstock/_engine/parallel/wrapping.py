@@ -69,7 +69,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def may_cast(module: nn.Module, inner: nn.Module) -> bool:
-    """Whether wrappers may change the types of what a stage is given and gives.
+    """Tell whether wrappers may change the types of what a stage is given and gives.
 
     Mixed precision does, and a module of the user's around the stage may.
 
@@ -84,7 +84,7 @@ def may_cast(module: nn.Module, inner: nn.Module) -> bool:
 
 
 def _casts(module: Any) -> bool:
-    """Whether a module that is spread over processes computes with mixed precision."""
+    """Tell whether a module that is spread over processes computes with mixed precision."""
     if isinstance(module, DistributedDataParallel):
         return module.mixed_precision is not None
     # There is no public way to read a module's policy. Of torch 2.13:

@@ -84,7 +84,7 @@ NOTHING = Sampled({})
 
 
 def may_differ(marks: Sequence[int]) -> bool:
-    """Whether ranks with these marks must look at each other's samples; the same on all of them."""
+    """Tell whether ranks with these marks must look at each other's samples; the same on all of them."""
     is_strict = any(mark & 1 for mark in marks)
     return len({mark for mark in marks if mark or is_strict}) > 1
 
@@ -188,7 +188,7 @@ def check_alike(marks: Sequence[int], rows: Sequence[Samples]) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether samples may be of the same; settings must have the same numbers."""
+    """Tell whether samples may be of the same; settings must have the same numbers."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return repr(one) == repr(other)
     first, second = (

@@ -159,7 +159,7 @@ class Head(NamedTuple):
 
 
 def is_known(heads: Sequence[Head]) -> bool:
-    """Whether ranks with these heads begin a call that they all know, so that none can refuse it any more."""
+    """Tell if ranks with these heads begin a call that they all know, so that none can refuse it any more."""
     first = heads[0]
     return (
         first.expected > 0

@@ -101,7 +101,7 @@ class Brought:
 
 
 def has_data(batch: Batch) -> bool:
-    """Whether arguments are there, and none of them is on the meta device."""
+    """Tell whether arguments are there, and none of them is on the meta device."""
     if batch.look is not None or batch.parts is None:
         return batch.parts is not None  # tensors on the meta device have no look
     tensors = tensors_in([[part.args, part.kwargs] for part in batch.parts])
@@ -421,7 +421,7 @@ class Settled(NamedTuple):
     weights: Weights
 
     def is_said_again(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether the processes say the same in these rows, and agree in what is of one call."""
+        """Tell whether the processes say the same in these rows, and agree in what is of one call."""
         for row, before in zip(rows, self.rows, strict=True):
             if row[:EACH] != rows[0][:EACH] or row[EACH:] != before:
                 return False

@@ -382,7 +382,7 @@ class StepLoss(Loss):
         return any(map(callable, self.weights.values()))
 
     def is_by_custom(self, name: str) -> bool:
-        """Whether an added loss is said to be one of each microbatch by itself."""
+        """Tell whether an added loss is said to be one of each microbatch by itself."""
         return isinstance(_by_name(self.weight).get(name), str)
 
     def warn_of_unknown(self, names: Iterable[str]) -> None:

@@ -120,7 +120,7 @@ class GracefulStop:
 
     @classmethod
     def wishes(cls) -> list[float]:
-        """Whether this process was told to stop, and whether it is late: what the ranks add up."""
+        """Tell whether this process was told to stop, and whether it is late: what the ranks add up."""
         signalled = late = False
         for one in cls._open:
             signalled |= bool(one._received)

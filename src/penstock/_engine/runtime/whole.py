@@ -119,7 +119,7 @@ class BatchOutputs:
 
 
 def forwards_first(schedule: Schedule) -> bool:
-    """Whether a schedule runs all forwards of the last stage before its first backward."""
+    """Tell whether a schedule runs all forwards of the last stage before its first backward."""
     last = schedule.stages - 1
     ops = [
         action.op

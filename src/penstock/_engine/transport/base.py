@@ -259,7 +259,7 @@ def parcels_for(tensors: list[Tensor], parcel: Parcel) -> tuple[list[Tensor], bo
 
 
 def _is_one_parcel(buffers: list[Tensor]) -> bool:
-    """Whether buffers travel together: both ends must answer alike."""
+    """Tell whether buffers travel together: both ends must answer alike."""
     return len(buffers) > 1 and sum([buffer.numel() for buffer in buffers]) <= PACKED
 
 

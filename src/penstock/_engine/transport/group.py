@@ -32,7 +32,7 @@ from penstock.errors import (
 
 
 def launched() -> bool:
-    """Whether several processes were launched, by their process group or the variables of ``torchrun``."""
+    """Tell if several processes were launched, by their process group or the variables of ``torchrun``."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     # RANK without WORLD_SIZE is the launcher's mistake, which is reported when the ranks meet.

@@ -94,7 +94,7 @@ class Lease:
         )
 
     def is_ours(self) -> bool:
-        """Whether the folder is still this process's.
+        """Tell whether the folder is still this process's.
 
         Raises:
             StorageError: the file system does not say.

@@ -196,7 +196,7 @@ def fitting_settings(
 
 
 def _fits(value: Any, now: Any) -> bool:
-    """Whether a saved setting is of the kind of the one that it replaces."""
+    """Tell whether a saved setting is of the kind of the one that it replaces."""
     if isinstance(now, tuple):
         alike = isinstance(value, tuple | list) and len(value) == len(now)
         return alike and all(map(_fits, value, now))

@@ -72,7 +72,7 @@ class Names:
         return self.all(name)[0]
 
     def is_shared(self, name: str) -> bool:
-        """Whether stages share a weight, or it has several names."""
+        """Tell whether stages share a weight, or it has several names."""
         return name in self._shared
 
     def stages(self, name: str) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Names:
         return self._shared[name].stages
 
     def owns(self, stage: int, name: str) -> bool:
-        """Whether this stage, among all that use a weight, counts and saves it."""
+        """Tell whether this stage, among all that use a weight, counts and saves it."""
         return name not in self._shared or self._shared[name].stages[:1] in ((), (stage,))
 
     @property

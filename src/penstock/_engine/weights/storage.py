@@ -95,7 +95,7 @@ def storage_error(doing: str, path: Path, error: OSError, tried: float = 0.0) ->
 
 
 def is_there(path: Path, *, folder: bool = False) -> bool:
-    """Whether there is a file, or a folder, of this path.
+    """Tell whether there is a file, or a folder, of this path.
 
     Raises:
         StorageError: the file system does not say.

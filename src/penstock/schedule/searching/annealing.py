@@ -109,7 +109,7 @@ class Annealer:
             self._wholes, self._duration, self._growth = before
 
     def _is_allowed(self, rank: int, first: int, window: Sequence[int]) -> bool:
-        """Whether needs and memory allow a rank to run a stretch of its program in another order."""
+        """Tell whether needs and memory allow a rank to run a stretch of its program in another order."""
         growth, before, most = self._growth, self._task.before, self._task.limit[rank]
         held = sum(map(growth.__getitem__, self._programs[rank][:first]))
         later = set(window)

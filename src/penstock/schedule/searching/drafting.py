@@ -93,7 +93,7 @@ class Dispatcher:
         return best
 
     def _has_room(self, rank: int, lane: int) -> bool:
-        """Whether a rank may take the next forward of a lane."""
+        """Tell whether a rank may take the next forward of a lane."""
         task, done, most = self._task, self._done, self._task.limit[rank]
         if done[lane] - done[lane + GRADIENT] >= self._rule.ahead:
             return False
