@@ -96,7 +96,7 @@ class StageModule(nn.Module):
 
     @abstractmethod
     def plan(self, score: Any) -> Any:
-        """What all stages of the model do in microbatches of a call signature.
+        """Return what all stages of the model do in microbatches of a call signature.
 
         Args:
             score: one of what :meth:`scores` gave.
@@ -329,7 +329,7 @@ class Binding(ABC):
         draws: Draws | None,
         entrance: Entrance,
     ) -> Bound:
-        """What the stage is called with.
+        """Return what the stage is called with.
 
         Args:
             microbatch: which microbatch it is.

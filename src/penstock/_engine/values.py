@@ -131,7 +131,7 @@ _REGISTERED = _Container(
 
 
 def _unregistered(kind: type) -> _Container | None:
-    """How containers of a class come apart that nobody has registered; None if they are leaves."""
+    """Return how containers of a class come apart that nobody has registered; None if they are leaves."""
     if issubclass(kind, tuple | list):
         return _NAMED_TUPLE if hasattr(kind, "_fields") else _SEQUENCE
     if issubclass(kind, Mapping):
@@ -553,7 +553,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def storage_of(tensor: Tensor) -> str:
-    """How a tensor holds its data, in a word: ``strided`` if it is an ordinary one."""
+    """Return how a tensor holds its data, in a word: ``strided`` if it is an ordinary one."""
     if tensor.is_nested or tensor.is_quantized:
         return "nested" if tensor.is_nested else "quantized"
     return str(tensor.layout).removeprefix("torch.")

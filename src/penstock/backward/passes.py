@@ -174,7 +174,7 @@ _CHANGED = (
 
 
 def _changed_in_place(module: nn.Module, message: str) -> list[str]:
-    """What of a module may be the tensor that autograd says was changed: its type, shape and version.
+    """Return what of a module may be the tensor that autograd says was changed: its type, shape and version.
 
     If none has its shape, a view of any of the same type and version may be it.
     """

@@ -212,7 +212,7 @@ class SharedGradients:
         self._shares = self._swap(self._outside)
 
     def take(self) -> list[Tensor | None]:
-        """What was collected for each parameter since the last call, None where nothing was."""
+        """Return what was collected for each parameter since the last call, None where nothing was."""
         shares, self._shares = self._shares, [None] * len(self.parameters)
         return shares
 

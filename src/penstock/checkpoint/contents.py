@@ -87,7 +87,7 @@ class Flat:
         return HeldTensors([*keys_of], [*keys_of.values()])
 
     def described(self) -> dict[str, Any]:
-        """What the leader must know of it, in parts that many processes and saves have in common."""
+        """Return what the leader must know of it, in parts that many processes and saves have in common."""
         data: dict[str, Any] = {
             "parts": self.held.parts,
             "keys": self.held.keys,

@@ -145,7 +145,7 @@ class Begun:
         check_arrived(Path(folder_and_save[0]))
 
     def about(self, job: Job) -> dict[str, Any]:
-        """What the run says of itself in the table."""
+        """Return what the run says of itself in the table."""
         replicas, processes = job.layout
         layout: dict[str, Any] = {"replicas": replicas, "processes": processes}
         if self._targets.pipe is not None:

@@ -286,7 +286,7 @@ def _dtypes(device: torch.device) -> tuple[str, ...]:
 def _examine_rank(
     pipe: Pipeline, rates: Rates, dtypes: Sequence[str], say: Callable[[str], None]
 ) -> RankReport:
-    """What a rank is and does, while all others do the same; and then by itself on its machine."""
+    """Return what a rank is and does, while all others do the same; and then by itself on its machine."""
     facts = facts_of(rates.device)
     say("measures all ranks at once")
     hosts = pipe.job.meet(lambda: facts.host)

@@ -190,7 +190,7 @@ def _examine(ends: Ends, source: int, target: int, window: float) -> tuple[LinkR
 
 
 def per_message(handlings: Iterator[Handling]) -> tuple[float, float]:
-    """How long a rank is busy with a message of any size, and with each byte of it."""
+    """Return how long a rank is busy with a message of any size, and with each byte of it."""
     several = list(handlings)
     if not several:
         return 0.0, 0.0

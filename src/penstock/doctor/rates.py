@@ -44,7 +44,7 @@ class Facts:
 
 
 def facts_of(device: torch.device) -> Facts:
-    """What this process is."""
+    """Return what this process is."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -86,7 +86,7 @@ class Rates:
         self.device, self._window = device, window
 
     def _seconds(self, work: Callable[[], Any]) -> float:
-        """How long a piece of work takes: the least of the means of several windows of time.
+        """Return how long a piece of work takes: the least of the means of several windows of time.
 
         What slows a rank all the time slows all windows; what else a machine does for a moment, only some.
         """
@@ -126,7 +126,7 @@ class Rates:
         return self._seconds(many) / 100
 
     def block(self) -> float:
-        """How long work takes that is like a step's: forward and backward of a block."""
+        """Return how long work takes that is like a step's: forward and backward of a block."""
         cpu = self.device.type == "cpu"
         width, dtype = (256, torch.float32) if cpu else (4096, torch.bfloat16)
         inner, outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)

@@ -258,7 +258,7 @@ class PipelineAccelerator(CountsPipelines):
         return Path(self.project_dir, "checkpoints")
 
     def _states(self) -> dict[str, Any]:
-        """What is saved with the pipeline, under the names that it has in its folder."""
+        """Return what is saved with the pipeline, under the names that it has in its folder."""
         optimizers: dict[str, Any] = {
             f"optimizer{i}": one.optimizer for i, one in enumerate(self._optimizers)
         }

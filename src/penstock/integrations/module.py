@@ -459,7 +459,7 @@ class PipelineModel(PipelineModule):
         self.check_once("forward", loss, *args, **kwargs)
 
     def _shares(self, args: Any, kwargs: Any, labels: Any, losses: Tensor) -> Tensor:
-        """How much the loss of each microbatch counts in that of the batch."""
+        """Return how much the loss of each microbatch counts in that of the batch."""
         count = len(losses)
         if labels is None or len(labels) == 0:
             return losses.new_full((count,), 1 / count)

@@ -229,7 +229,7 @@ def samples_in(args: Any, kwargs: Any) -> int:
 
 
 def _lengths(module: nn.Module) -> dict[str, int]:
-    """How long the lists of a module are."""
+    """Return how long the lists of a module are."""
     return {name: len(value) for name, value in vars(module).items() if type(value) is list}
 
 
@@ -241,7 +241,7 @@ def weights_by_name(weight: LossWeight | None) -> LossWeight | None:
 
 
 def described(name: str) -> str:
-    """What a number among a step's losses is to the user."""
+    """Return what a number among a step's losses is to the user."""
     if name.startswith(_LOGGED):
         return f"self.log({name.removeprefix(_LOGGED)!r}, ...)"
     return "a number that is returned"

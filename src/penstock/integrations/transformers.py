@@ -401,7 +401,7 @@ def _refuse(trainer: Trainer) -> None:
 
 
 def _use_of_head(kind: type) -> str:
-    """What says that a trainer multiplies by the weights of the head itself, which lie on one rank."""
+    """Return what says that a trainer multiplies by the weights of the head itself, which lie on one rank."""
     for base in kind.__mro__[: kind.__mro__.index(Trainer)]:
         for name, function in vars(base).items():
             code = (

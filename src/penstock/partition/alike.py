@@ -58,7 +58,7 @@ class Memo:
         self._of.clear()
 
     def get(self, call: CallLook) -> Answer | None:
-        """What a unit gave in a call like this; layers' numbers count if such a unit has read them."""
+        """Return what a unit gave in a call like this; layers' numbers count if such a unit has read them."""
         return self._of.get(self._key(call)) if self._is_trusted else None
 
     def put(self, call: CallLook, reads: set[tuple[int, str]], answer: Answer) -> None:
@@ -280,7 +280,7 @@ _ITSELF = {torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType, Cod
 
 
 def _inside(value: Any) -> list[Any] | None:
-    """What a container, function or object holds; None if that is not to be seen."""
+    """Return what a container, function or object holds; None if that is not to be seen."""
     if isinstance(value, FunctionType):
         cells: list[Any] = []
         for cell in value.__closure__ or ():

@@ -143,7 +143,7 @@ class Cutting:
         return [children[a:b] for a, b in pairwise([*starts, len(children)])]
 
     def _weights_of(self, paths: Sequence[str]) -> list[float]:
-        """How heavy units are by ``balance=``, as far as it says so without a call."""
+        """Return how heavy units are by ``balance=``, as far as it says so without a call."""
         balance = self._balance
         if balance == "parameters":
             return [float(count_parameters(self.model.get_submodule(path))) for path in paths]
@@ -168,7 +168,7 @@ class Cutting:
     # ---- where to cut
 
     def decide(self, call: Example | None = None) -> Homes:
-        """Where the model is cut.
+        """Return where the model is cut.
 
         Args:
             call: the arguments of the model for a microbatch, as ``(args, kwargs)``; only shapes, types and

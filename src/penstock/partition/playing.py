@@ -128,7 +128,7 @@ class Player:
         return sent
 
     def _recomputed(self, note: Note, call: StageCall) -> Run:
-        """What makes a unit's call, to run again in its backward if it can."""
+        """Return what makes a unit's call, to run again in its backward if it can."""
         line, run = note.line, cast("Run", note.line.run)
         if line.changes or line.left or line.index in call.plan.kept:
             return run
@@ -351,7 +351,7 @@ class Values(dict[Any, Any]):
 def _surroundings(
     note: Note, sets: Sequence[tuple[dict[str, Any], str, Any]], held: Sequence[Any]
 ) -> Callable[[], Any]:
-    """What makes a context with all that is around a call now, and that others change later.
+    """Return what makes a context with all that is around a call now, and that others change later.
 
     Args:
         note: the call, with its context variables.

@@ -152,7 +152,7 @@ def _tuple_of(kind: Any, items: list[Any]) -> Any:
 
 
 def fill(template: Template, values: Mapping[Any, Any], given: Sequence[Any]) -> Any:
-    """What a template stands for, with these values."""
+    """Return what a template stands for, with these values."""
     tag = template[0]
     if tag is VALUE:
         return values[template[1]]

@@ -21,7 +21,7 @@ _FORMULAS: dict[Any, Callable[..., Any] | None] = {}
 
 
 def formula_of(operation: Any) -> Callable[..., Any] | None:
-    """What counts the floating-point operations of a product, convolution or attention."""
+    """Return what counts the floating-point operations of a product, convolution or attention."""
     if operation not in _FORMULAS:
         # Operators that call functions, such as FlexAttention, have no overloads.
         packet = getattr(operation, "_overloadpacket", operation)

@@ -514,7 +514,7 @@ class Writer(TorchFunctionMode):
     # ---- a new line
 
     def _runs_of(self, unit: nn.Module, run: Run) -> tuple[Run, Run]:
-        """What makes a unit's call on fakes, and what makes it in a stage."""
+        """Return what makes a unit's call on fakes, and what makes it in a stage."""
         if getattr(run, "__name__", "") == "forward":  # the author's code calls it itself
             return run, partial(_run_forward, unit)
         if isinstance(unit, torch.jit.ScriptModule):
@@ -677,7 +677,7 @@ class Writer(TorchFunctionMode):
         return error
 
     def _explained(self, error: Exception) -> Exception:
-        """What to raise for an error of the author's code."""
+        """Return what to raise for an error of the author's code."""
         by = "torch.compile" if is_of_dynamo(error) else ""
         if isinstance(error, RuntimeError) and not str(error).strip():
             # A scripted function says nothing on tensors without data.

@@ -492,7 +492,7 @@ class Engine:
         return self.loss
 
     def _drawn_from(self, number: int) -> tuple[int, int] | None:
-        """What a step draws its random numbers from; None for torch's generators."""
+        """Return what a step draws its random numbers from; None for torch's generators."""
         seed = self.randomness.seed
         return None if seed == "off" else (seed, number)
 
@@ -741,7 +741,7 @@ def _is_restless(module: nn.Module) -> bool:
 
 
 def remedy_of_added(loss: StepLoss, name: str, whole: float, halves: float) -> str:
-    """What to say of an added loss of the first microbatch that is not that of its halves."""
+    """Return what to say of an added loss of the first microbatch that is not that of its halves."""
     differs = (
         f"the added loss {name!r} of the first microbatch is {whole:.6g}, but {halves:.6g} as the mean of "
         "its halves"

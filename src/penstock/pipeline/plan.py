@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> Layout:
-        """What a plan decides."""
+        """Return what a plan decides."""
         stages = [list(paths) for paths in plan.stages]
         return cls(plan.source, plan.ranks, plan.microbatches, stages, plan.recompute)
 

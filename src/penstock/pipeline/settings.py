@@ -185,7 +185,7 @@ class Settings:
         return checked_seed(self.seed)
 
     def described(self) -> dict[str, str]:
-        """What must be the same on every rank of a model that is to be cut, as texts by name."""
+        """Return what must be the same on every rank of a model that is to be cut, as texts by name."""
         if self.model is None:
             return {}
         stages = self.layout.stages

@@ -179,7 +179,7 @@ class UncutModel:
             job.meet(lambda: self._adopt(where), among=job.whole)
 
     def _decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
-        """Where to cut, as JSON data."""
+        """Return where to cut, as JSON data."""
         self._call = call
         if self._waits_for_plan:
             if not plans:

@@ -460,7 +460,7 @@ class PipelineSchedule:
             self._loop = None
 
     def _call(self, batch: Batch, **options: Any) -> Call:
-        """What a step is to do."""
+        """Return what a step is to do."""
         hooks = Hooks(ActionEvent)
         for stage in self._stages:
             if stage.forward_contexts:

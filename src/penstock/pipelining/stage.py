@@ -352,7 +352,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         drive.perform(Action(self.stage_index, Op.W, bwd_chunk_id))
 
     def _in_step(self) -> FunctionDrive:
-        """What performs the calls of this stage in the running step."""
+        """Return what performs the calls of this stage in the running step."""
         if self._drive is None:
             raise CallError(
                 f"stage {self.stage_index} is in no step: forward_one_chunk, backward_one_chunk and others "

@@ -127,7 +127,7 @@ class TensorLook(NamedTuple):
 
 
 def _look_of(leaf: Any) -> Any:
-    """How a tensor looks; another value as it is."""
+    """Return how a tensor looks; another value as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     return TensorLook(leaf.dtype, tuple(n if isinstance(n, int) else None for n in leaf.shape))

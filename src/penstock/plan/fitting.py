@@ -172,7 +172,7 @@ class Fitting:
     def _seconds_to_reduce(
         self, shape: PlanShape, placement: Placement, costs: StageCosts
     ) -> float:
-        """How long the replicas take to sum gradients in a ring, for the rank with the most."""
+        """Return how long the replicas take to sum gradients in a ring, for the rank with the most."""
         replicas, most = shape.replicas, 0.0
         for rank in range(shape.ranks):
             ring = range(rank, self._wanted.devices, shape.ranks)

@@ -83,7 +83,7 @@ def _pictures(plan: Plan, measured: Timeline | None) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> str:
-    """What each rank holds while it computes, as an SVG document."""
+    """Return what each rank holds while it computes, as an SVG document."""
     length, highest = plan.timeline.makespan or 1.0, max(*plan.memory, plan.limit, 1.0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{ROW * plan.ranks}" '

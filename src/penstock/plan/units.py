@@ -303,7 +303,7 @@ class Gauge:
         return self._meter.live
 
     def alive(self, memory: Mapping[int, int]) -> int:
-        """How many of these bytes of memory, by its key, are allocated, if they are counted."""
+        """Return how many of these bytes of memory, by its key, are allocated, if they are counted."""
         return sum(size for key, size in memory.items() if self._meter.allocated(key))
 
     @contextmanager
@@ -538,7 +538,7 @@ class _Runs:
         ]
 
     def counted(self, gauge: Gauge) -> tuple[list[Section], tuple[ValueCost, ...]]:
-        """What was counted of each section, and the values between units.
+        """Return what was counted of each section, and the values between units.
 
         Of sections that are alike, one has a backward, and stands for all of them.
         """
@@ -599,7 +599,7 @@ def _cost(
     took: Mapping[str, Sequence[Sequence[float]]],
     once: Mapping[str, float],
 ) -> UnitCost:
-    """What a unit costs.
+    """Return what a unit costs.
 
     Args:
         path: the path of the unit.

@@ -148,7 +148,7 @@ def _durations_in(*timelines: Timeline) -> dict[tuple[Op, int], list[float]]:
 
 
 def _longest(timeline: Timeline) -> float:
-    """How long the step takes on the rank that is longest at it: the clocks of ranks differ."""
+    """Return how long the step takes on the rank that is longest at it: the clocks of ranks differ."""
     rows = filter(None, map(timeline.of_rank, range(timeline.ranks)))
     return max((max(span.end for span in row) - row[0].start for row in rows), default=0.0)
 

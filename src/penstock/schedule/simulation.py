@@ -65,13 +65,13 @@ class Simulation:
         self._start, self._end, self._cause, *_ = completed(self._numbered, self._lengths)
 
     def _length(self, entry: Entry) -> float:
-        """How long an entry keeps its rank busy."""
+        """Return how long an entry keeps its rank busy."""
         if isinstance(entry, Action):
             return self._takes(entry)
         return self._before_backward(entry) + self._takes(entry.backward)
 
     def _before_backward(self, pair: Overlap) -> float:
-        """How long the forward of a pair runs before the backward starts beside it."""
+        """Return how long the forward of a pair runs before the backward starts beside it."""
         forward, backward = map(self._takes, pair)
         return forward - self._overlap[pair.forward.stage] * min(forward, backward)
 

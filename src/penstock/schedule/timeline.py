@@ -166,7 +166,7 @@ class Timeline:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """How long at least one computing span runs; ``spans`` are sorted by start."""
+    """Return how long at least one computing span runs; ``spans`` are sorted by start."""
     covered, end = 0.0, float("-inf")
     for span in spans:
         if span.action.op in COMPUTE_OPS and span.end > end:

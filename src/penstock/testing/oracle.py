@@ -290,7 +290,7 @@ def _expecting(refused: Refusal | None) -> Iterator[list[Exception]]:
 def _trained(
     pipe: Pipeline, case: Case, steps: int, optimizer: MakeOptimizer | None
 ) -> dict[str, Any]:
-    """What the last of some steps gives, and what they leave in this process."""
+    """Return what the last of some steps gives, and what they leave in this process."""
     trainer = optimizer(pipe.parameters()) if optimizer else None
     state = torch.get_rng_state()
     for step in range(steps):
@@ -317,7 +317,7 @@ def _is_local(name: str) -> bool:
 
 
 def _piped(pipe: Pipeline, case: Case, run: Callable[..., StepResult]) -> dict[str, Any]:
-    """What a call of the pipeline gives, with the outputs of the last stage if it is here."""
+    """Return what a call of the pipeline gives, with the outputs of the last stage if it is here."""
     args, kwargs, target = case.call()
     outputs: dict[int, Any] = {}
 
@@ -460,7 +460,7 @@ class _Plain:
         return {} if adds else {n: v for n, v in values.items() if n.startswith(("loss", "grad"))}
 
     def evaluate(self) -> dict[str, Any] | None:
-        """What an evaluation gives; None if it draws random numbers or changes buffers."""
+        """Return what an evaluation gives; None if it draws random numbers or changes buffers."""
         self.model.eval()
         with torch.no_grad(), torch.random.fork_rng():
             before = _states(self.model)
@@ -551,7 +551,7 @@ class _Tally:
         return total
 
     def _counts(self, name: str) -> list[float]:
-        """How much each part counts, as the loss says."""
+        """Return how much each part counts, as the loss says."""
         samples = [part.samples or 1 for part in self.parts]
         return self._loss.counts(samples, [part.target for part in self.parts], self._main_or(name))
 
@@ -583,7 +583,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def _states(model: nn.Module) -> list[Tensor]:
-    """What says whether a model has drawn random numbers or changed its buffers."""
+    """Return what says whether a model has drawn random numbers or changed its buffers."""
     kinds = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
     modules: list[Any] = [torch.get_device_module(kind) for kind in sorted(kinds)]
     drawn = [torch.get_rng_state(), *(module.get_rng_state() for module in modules)]

@@ -123,7 +123,7 @@ class WorkerPool:
         return {"error": f"worker {rank}:\n{reply['error']}"} if "error" in reply else reply
 
     def _written(self, rank: int) -> str:
-        """What a worker has printed in its task, without the middle of a long text."""
+        """Return what a worker has printed in its task, without the middle of a long text."""
         file = Path(self._folder.name if self._folder else "", f"errors-{rank}")
         text = file.read_text() if file.exists() else ""
         return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}\n...\n{text[-SHOWN:]}"

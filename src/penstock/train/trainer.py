@@ -198,7 +198,7 @@ def _read_plan(config: TrainConfig, path: Path) -> Plan:
 def profile_of(
     config: TrainConfig, device: planning.Device | str | None = None, *, repeats: int = 3
 ) -> Profile:
-    """What the model of a run costs.
+    """Return what the model of a run costs.
 
     Args:
         config: the settings.

@@ -208,7 +208,7 @@ def _smallest_cut(
 
 
 def _price(node: Node) -> float | None:
-    """What it costs to keep a node, or None for one that cannot be kept."""
+    """Return what it costs to keep a node, or None for one that cannot be kept."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt | int):
         return 1.0
@@ -234,7 +234,7 @@ def _needed(kept: Iterable[Node], results: Iterable[Node]) -> list[Node]:
 
 
 def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> list[Node]:
-    """What is kept, and the views of it that the inputs' half makes.
+    """Return what is kept, and the views of it that the inputs' half makes.
 
     These share its memory, and the weights' half need not make them again.
     """

@@ -169,7 +169,7 @@ PLAIN = "aot_eager_default_partitioner"
 
 
 def graphs_compiled() -> int:
-    """How many graphs were compiled so far."""
+    """Return how many graphs were compiled so far."""
     return int(counters["stats"]["unique_graphs"])
 
 

@@ -123,7 +123,7 @@ class Search:
 
 
 def _remedy(place: Place) -> str:
-    """What helps a rank that is only slow."""
+    """Return what helps a rank that is only slow."""
     if place.setup is not None:
         return "; if it needs that long, raise timeout=penstock.Timeouts(rendezvous=)"
     return (

@@ -111,7 +111,7 @@ class Microbatches:
         return len(self.parts)
 
     def batch(self, target: Any) -> Batch:
-        """What the pipeline takes.
+        """Return what the pipeline takes.
 
         Raises:
             MicrobatchError: targets were passed twice, or not one for each microbatch.

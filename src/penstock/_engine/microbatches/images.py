@@ -151,7 +151,7 @@ def _rules(
 
 
 def _by_lengths(patches: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
-    """How many images each sample has, by their patches, which are some number for each token."""
+    """Return how many images each sample has, by their patches, which are some number for each token."""
     if not sum(tokens):
         return None
     ends = {end * sum(tokens): number for number, end in enumerate([0, *accumulate(patches)])}
@@ -161,7 +161,7 @@ def _by_lengths(patches: Sequence[int], tokens: Sequence[int]) -> list[int] | No
 
 
 def _by_runs(places: Tensor, count: int) -> list[int] | None:
-    """How many images each sample has, if the tokens of each lie apart from those of the others."""
+    """Return how many images each sample has, if the tokens of each lie apart from those of the others."""
     starts = places & ~torch.nn.functional.pad(places, (1, 0))[:, :-1]
     runs: list[int] = starts.sum(1).tolist()
     return runs if sum(runs) == count else None

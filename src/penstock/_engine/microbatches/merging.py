@@ -163,7 +163,7 @@ def _has(leaves: Sequence[Any], dim: int, sizes: Sequence[int]) -> bool:
 
 
 def _rows_each(leaves: Sequence[Any], ways: Ways) -> int:
-    """How many rows tensors have for each sample, if that is a number; else 0."""
+    """Return how many rows tensors have for each sample, if that is a number; else 0."""
     dim, sizes = ways[0]
     pairs = zip(leaves, sizes, strict=True)
     rows = {

@@ -61,7 +61,7 @@ class SplitPiece(NamedTuple):
 
 
 def _piece(path: str, value: Any, rule: ItemRule | None, *, alone: bool = True) -> SplitPiece:
-    """How a piece is cut.
+    """Return how a piece is cut.
 
     Args:
         path: where it is.

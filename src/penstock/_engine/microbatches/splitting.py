@@ -202,7 +202,7 @@ def _microbatches(
 def _look_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, count: int
 ) -> Hashable | None:
-    """How a batch looks; None if it holds something whose looks do not say how it is cut."""
+    """Return how a batch looks; None if it holds something whose looks do not say how it is cut."""
     leaves, structure = flatten([args, kwargs, target], with_whole_masks=True)
     looks: list[Any] = [count, str(structure)]  # what a structure holds need not be comparable
     for leaf in leaves:
@@ -337,7 +337,7 @@ def _agreed_samples(pieces: Sequence[SplitPiece]) -> int | None:
 
 
 def _length(value: Any) -> int:
-    """How many samples a value holds that a function splits."""
+    """Return how many samples a value holds that a function splits."""
     if isinstance(value, list | tuple) and not all(isinstance(item, Tensor) for item in value):
         return len(value)
     return count_samples(value)

@@ -153,7 +153,7 @@ def bounds_by_rows(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def labels_that_count(labels: Any) -> int | None:
-    """How many of a tensor of labels no loss ignores; None if it is none of labels."""
+    """Return how many of a tensor of labels no loss ignores; None if it is none of labels."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype is torch.bool:
         return None
     return int((labels != IGNORED).sum())
@@ -180,7 +180,7 @@ def trimmed(mask: Tensor) -> tuple[int, int]:
 
 
 def even_sizes(lengths: Sequence[int], count: int) -> list[int]:
-    """How many neighbours each of ``count`` microbatches gets, so that the largest work is the least.
+    """Return how many neighbours each of ``count`` microbatches gets, so that the largest work is the least.
 
     Args:
         lengths: of the sequences, of which there are at least ``count``.

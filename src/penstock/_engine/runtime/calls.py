@@ -151,7 +151,7 @@ class Head(NamedTuple):
 
     @staticmethod
     def read(numbers: Sequence[int]) -> Head:
-        """What :meth:`numbers` sent."""
+        """Return what :meth:`numbers` sent."""
         step, mark, digest, expected, learns, count, *bits = numbers
         sums = unpack(f"={len(bits)}d", pack(f"={len(bits)}q", *bits))
         known = sums[:count] if count <= MOST_SUMS else ()

@@ -129,7 +129,7 @@ def _described(part: Microbatch) -> list[Any]:
 
 
 def _local(part: Microbatch) -> str:
-    """How those arguments look that no other rank hears of."""
+    """Return how those arguments look that no other rank hears of."""
     rows = [(key, type(x).__name__, flatten(x)[0]) for key, x in part.local.items()]
     return repr([(*row, list(map(_look_of_leaf, leaves))) for *row, leaves in rows]) if rows else ""
 
@@ -270,7 +270,7 @@ def _placeholder(layout: Layout) -> Any:
 
 
 def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
-    """What all ranks bring together. The result is the same on every rank, and so are errors.
+    """Return what all ranks bring together. The result is the same on every rank, and so are errors.
 
     Args:
         rows: each rank's :meth:`Brought.describe`, in rank order.
@@ -470,14 +470,14 @@ class KnownCalls:
         return iter(self._calls.values())
 
     def get(self, digests: tuple[int, ...]) -> Agreement | None:
-        """What was agreed on when the ranks brought these digests before."""
+        """Return what was agreed on when the ranks brought these digests before."""
         agreement = self._calls.pop(digests, None)
         if agreement is not None:
             self._calls[digests] = self._by_mine[digests[self._rank]] = agreement
         return agreement
 
     def expected(self, digest: int) -> Agreement | None:
-        """What was agreed on when this rank brought this digest last."""
+        """Return what was agreed on when this rank brought this digest last."""
         return self._by_mine.get(digest)
 
     @property

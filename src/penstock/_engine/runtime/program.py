@@ -131,7 +131,7 @@ class Program:
         """For each message that arrives, this rank's SENDs that its sender has used by then."""
 
     def instruction(self, action: Action) -> Instruction | StageInstruction:
-        """What there is to do for an action of this process, which need not be one of the schedule."""
+        """Return what there is to do for an action of this process, which need not be one of the schedule."""
         if action.microbatch is None:
             return StageInstruction(action, action.stage)
         receives = () if self._rank is None else self._rule.receives(action)

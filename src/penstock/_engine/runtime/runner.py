@@ -213,7 +213,7 @@ class Runner:
         step.flops = partial(self._count_flops, agreement.kinds, 3 if call.trains else 1)
 
     def _group(self, call: Call) -> Group:
-        """Who makes a call: the job one that trains or is summed over replicas, else this pipeline."""
+        """Return who makes a call: the job one that trains or is summed over replicas, else this pipeline."""
         whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
         return self.job.whole if whole else self.job.pipeline
 
@@ -336,7 +336,7 @@ class Runner:
         return agreement, weights
 
     def _bring(self, call: Call, step: int, group: Group) -> _Mine:
-        """What this rank brings to a call, which is or follows a step of this number."""
+        """Return what this rank brings to a call, which is or follows a step of this number."""
         refusal, sampled, scores, settled = call.refusal, NOTHING, None, None
         counts: Mapping[str, Sequence[float]] = {}
         digest, expected, sums = REFUSED, 0, tuple[float, ...]()
@@ -454,7 +454,7 @@ class Runner:
         return [sum(of) for of in zip(*map(first_known, replicas), strict=True)]
 
     def _scores(self, call: Call, parts: Sequence[Microbatch]) -> Sequence[Any] | None:
-        """What the author's code does in each microbatch; None for stages that were placed by hand."""
+        """Return what the author's code does in each microbatch; None for stages that were placed by hand."""
         planned = self._planned
         if planned is None:
             return None
@@ -512,7 +512,7 @@ class Runner:
                 )
 
     def _sampled(self, call: Call, look: int) -> Sampled:
-        """What this rank has that others must have too, as far as the call compares it."""
+        """Return what this rank has that others must have too, as far as the call compares it."""
         turn = self._turns.come(look)
         compares = call.same_batch or (call.same_batch is None and turn)
         batch = samples_of(call.batch) if compares else {}
@@ -520,7 +520,7 @@ class Runner:
         return Sampled({**batch, **settings}, strict=bool(call.same_batch))
 
     def _state(self) -> tuple[tuple[int, str], ...]:
-        """What plans and layouts depend on in the stages of this process, as JSON data."""
+        """Return what plans and layouts depend on in the stages of this process, as JSON data."""
         if self._planned is not None:
             return ((self.job.rank, self._planned.settings()),)
         return tuple(zip(self.stages, map(_state_of, self.stages.values()), strict=True))
@@ -683,7 +683,7 @@ class Runner:
         *,
         asks: bool = True,
     ) -> Mapping[str, Sequence[float]]:
-        """How much each microbatch counts in each loss, the same on every rank.
+        """Return how much each microbatch counts in each loss, the same on every rank.
 
         If that depends on targets that some ranks lack, the first rank that has them sends it.
 
@@ -828,7 +828,7 @@ class _Mine:
 
 
 def digests_of(heads: Sequence[Head]) -> tuple[int, ...]:
-    """What the ranks of a pipeline bring."""
+    """Return what the ranks of a pipeline bring."""
     return tuple([head.digest for head in heads])
 
 
@@ -934,7 +934,7 @@ def _compared(agreement: Agreement) -> list[list[Any]]:
 
 
 def _apart(first: Sequence[Any], other: Sequence[Any], rank: int) -> str:
-    """How the plan of a rank differs from that of rank 0, in words."""
+    """Return how the plan of a rank differs from that of rank 0, in words."""
     remedy = "give every rank the same model, in the same state"
     of_first, of_other = ({json.dumps(row[:3]): row for row in plan[0]} for plan in (first, other))
     for key, (value, source, targets, gradient) in {**of_other, **of_first}.items():

@@ -81,7 +81,7 @@ class StageLosses:
         leaves: list[Tensor],
         arrived: Sequence[Sequence[Tensor]],
     ) -> list[Tensor]:
-        """What a stage's backward starts from because of its losses, after its forward.
+        """Return what a stage's backward starts from because of its losses, after its forward.
 
         Args:
             stage: the stage.

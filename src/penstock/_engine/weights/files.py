@@ -226,7 +226,7 @@ def _save_in(header: Mapping[str, Any]) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """What a safetensors file says of its tensors, where their bytes begin, and the file's size."""
+    """Return what a safetensors file says of its tensors, where their bytes begin, and the file's size."""
 
     def look() -> tuple[int, int]:
         with open_regular(path) as file:

@@ -207,7 +207,7 @@ class PipelineSave:
 
 
 def files_beside(model: Any, processing_class: Any = None) -> dict[str, bytes]:
-    """What ``from_pretrained`` needs beside the weights, by the names of files.
+    """Return what ``from_pretrained`` needs beside the weights, by the names of files.
 
     Args:
         model: a model; that of transformers has a configuration, which its ``save_pretrained`` writes too.

@@ -172,7 +172,7 @@ class StageWeights:
         return {name: value for names, value in self.held().values() for name in names}
 
     def files(self) -> dict[int, dict[str, Any]]:
-        """What each stage saves: each weight in the first stage that uses it, under its first name."""
+        """Return what each stage saves: each weight in the first stage that uses it, under its first name."""
         self.names.check_apart()
         return {
             stage.index: {
@@ -278,7 +278,7 @@ def agree_to_load(
 
 
 def judged(refuse: Refuse, further: Iterable[str], parts: list[dict[str, Any]]) -> list[Any]:
-    """What is missing and unexpected in the offers of all processes; for the arguments see above."""
+    """Return what is missing and unexpected in the offers of all processes; for the arguments see above."""
     known = {*further}.union(*distinct(parts, "here"))
     unexpected = [one for one in _union(distinct(parts, "loaded")) if one not in known]
     every = distinct(parts, "problems")

@@ -46,7 +46,7 @@ def parts_of(data: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def distinct(parts: Sequence[Mapping[str, Any]], *names: str) -> list[Any]:
-    """What processes brought under names, each once: rows of values; values alone for one name."""
+    """Return what processes brought under names, each once: rows of values; values alone for one name."""
     rows = {tuple(id(of[name]) for name in names): [of[name] for name in names] for of in parts}
     return [row[0] if len(names) == 1 else row for row in rows.values()]
 

@@ -122,11 +122,11 @@ class Task:
         return self._whole(number) < halves * (1 - SLACK)
 
     def _whole(self, number: int) -> float:
-        """How long a gradient takes as a B."""
+        """Return how long a gradient takes as a B."""
         return self._backward[self.actions[number].stage] * self._time[number]
 
     def per_number(self, wholes: Iterable[int]) -> tuple[list[float], list[float]]:
-        """How long each number takes, and by how much it changes what its rank holds.
+        """Return how long each number takes, and by how much it changes what its rank holds.
 
         Args:
             wholes: the gradients that are a B.
@@ -176,7 +176,7 @@ class Task:
         return takes
 
     def held_by_one(self, rank: int) -> float:
-        """What a rank holds of one microbatch between forward and backward: its least memory."""
+        """Return what a rank holds of one microbatch between forward and backward: its least memory."""
         forwards = (lane * self.parts for lane in self.lanes[rank][::3])
         return math.fsum(
             self.growth[n] for first in forwards for n in range(first, first + self.slices)
