@@ -72,7 +72,8 @@ class Player:
         Returns:
             The values to send, by their edges.
         """
-        sends, sent = call.plan.sends[self._stage], dict[str, Any]()
+        sends = call.plan.sends[self._stage]
+        sent: dict[str, Any] = {}
         notes, draws = call.score.notes, call.score.draws
         # In one loop, and with the commonest values first: this runs for each line of each microbatch.
         for place in places:
@@ -83,7 +84,8 @@ class Player:
                     # The author's own tensors, such as the batch, stay as they are.
                     given[target[1]] = given[target[1]].clone()
             values.copies_buffers = line.copies_buffers
-            args, kwargs = list[Any](), dict[str, Any]()
+            args: list[Any] = []
+            kwargs: dict[str, Any] = {}
             for template in line.args:
                 tag = template[0]
                 if tag is VALUE:

@@ -378,14 +378,16 @@ class Writer(TorchFunctionMode):
         draw: int,
         key: Any = None,
     ) -> Any:
-        tree, given, copies = self.tree, list[Any](), type(what) is not str
+        tree, copies = self.tree, type(what) is not str
+        given: list[Any] = []
         read, number_of = self._reader.read, self.numbers.get
         casts = ()
         if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             casts = _autocast()
         modes = (torch.is_grad_enabled(), self._depth, *casts)
         # In a loop, and with the commonest values first: this runs for each line of each microbatch.
-        looks, templates = self._looks, list[Template]()
+        looks = self._looks
+        templates: list[Template] = []
         for value in [*args, *kwargs.values()]:
             number = number_of(id(value))
             if number is not None:
