@@ -123,6 +123,21 @@ def test_several_steps_equal_one_of_all(reduction: str) -> None:
     assert sum(s.loss * s.weight for s in steps) / total == pytest.approx(loss)
 
 
+@pytest.mark.parametrize("held", [list, lambda w: {"main": w}, torch.tensor])
+def test_weights_that_are_changed_in_place_are_those_of_the_next_step(held: Any) -> None:
+    weights = [1.0, 1.0]
+    given = held(weights)
+    numbers = given["main"] if isinstance(given, dict) else given
+    model, rows = nn.Linear(WIDTH, WIDTH), torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    loss_fn = Loss(functional.mse_loss, weight=given, check=False)
+    pipe = Pipeline(model, ranks=1, microbatches=2, loss_fn=loss_fn)
+    for first in (1.0, 2.0, 6.0):
+        numbers[0] = first
+        each = [functional.mse_loss(model(half), half).item() for half in rows.chunk(2)]
+        expected = (first * each[0] + each[1]) / (first + 1)
+        assert pipe.step(rows, target=rows).loss == pytest.approx(expected)
+
+
 def test_what_a_step_weighs_among_others_must_be_known() -> None:
     pipe = make(loss_fn=Loss(token_loss, weight=valid))
     with pytest.raises(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from penstock._engine.microbatches import (
@@ -407,6 +408,34 @@ def test_a_batch_that_looks_like_an_earlier_one_is_cut_as_that(
         assert_close(later.targets, alone.targets)
     fewer = split_batch(args, kwargs, target, rules, 1, fewer=True, known=known)
     assert (fewer.look, fewer.count) != (first.look, first.count) or first.count == 1
+
+
+class Scale:
+    """Of a registered container: what it holds beside tensors, of which the text does not tell all."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        return "Scale"
+
+
+class Scaled:
+    def __init__(self, x: Tensor, scale: Scale) -> None:
+        self.x, self.scale = x, scale
+
+
+def test_containers_of_a_batch_are_its_own() -> None:
+    pytree.register_pytree_node(
+        Scaled, lambda of: ([of.x], of.scale), lambda x, scale: Scaled(next(iter(x)), scale)
+    )
+    known: KnownCuts = {}
+    for factor in (1.0, 2.0):
+        batch = (Scaled(torch.zeros(4, 2), Scale(factor)), {"a": torch.zeros(4)})
+        parts = split_batch(batch, {}, MISSING, None, 2, known=known).parts
+        assert parts is not None
+        assert [part.args[0].scale.factor for part in parts] == [factor, factor]
+    assert not known
 
 
 def test_batches_look_alike_if_only_their_data_differ() -> None:

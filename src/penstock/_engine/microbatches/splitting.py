@@ -50,7 +50,7 @@ from penstock._engine.microbatches.tokens import (
     narrowed,
     trimmed,
 )
-from penstock._engine.values import PLAIN, Place, flatten, leaves_in, path_of
+from penstock._engine.values import PLAIN, Place, Structure, flatten, leaves_in, path_of
 from penstock.errors import MicrobatchError
 
 _TARGET_KEY = "target="  # no argument can have this name
@@ -204,7 +204,9 @@ def _look_of(
 ) -> Hashable | None:
     """Return how a batch looks; None if it holds something whose looks do not say how it is cut."""
     leaves, structure = flatten([args, kwargs, target], with_whole_masks=True)
-    looks: list[Any] = [count, str(structure)]  # what a structure holds need not be comparable
+    looks: list[Any] = [count]
+    if not _add_form(structure, looks):
+        return None
     for leaf in leaves:
         if type(leaf) is Tensor and leaf.layout is torch.strided:
             if leaf.is_nested or leaf.is_meta:
@@ -215,6 +217,20 @@ def _look_of(
         else:
             looks += [type(leaf), repr(leaf) if type(leaf) in PLAIN else None]
     return tuple(looks)
+
+
+def _add_form(structure: Structure, looks: list[Any]) -> bool:
+    """Add how containers are nested, if all are Python's own: what others hold need not be comparable."""
+    kind, context, children = structure
+    if kind is dict:
+        if not PLAIN.issuperset(map(type, context)):
+            return False
+        looks.append((dict, *((type(key), key) for key in context)))
+    elif kind in (None, list, tuple):
+        looks.append((kind, len(children)))
+    else:
+        return False
+    return all([_add_form(child, looks) for child in children])
 
 
 def _is_cut_by_look(argument: tuple[int | str, tuple[Any, Rule | None]]) -> bool:

@@ -422,7 +422,9 @@ class StepLoss(Loss):
         if accumulate is not None:
             accumulate = whole_number("accumulate", accumulate)
         key = accumulate, factor
-        is_usual = loss_weight is None and total_weight is None
+        # What the user may change in place is read anew in each step.
+        is_held = isinstance(self.weight, Sequence | Mapping | Tensor)
+        is_usual = loss_weight is None and total_weight is None and not is_held
         if is_usual and key in self._in_steps:
             return self._in_steps[key]
         options: dict[str, Any] = {}
@@ -433,7 +435,8 @@ class StepLoss(Loss):
             options |= {"accumulate": 1, "total_weight": total_weight}
         if accumulate is not None:
             options["accumulate"] = accumulate
-        loss = replace(self, factor=factor, **options) if options or factor != 1 else self
+        says_more = options or factor != 1 or is_held
+        loss = replace(self, factor=factor, **options) if says_more else self
         if loss.accumulate > 1 and total_weight is not None:
             raise UsageError(
                 "give accumulate= or total_weight=, not both: each says what the loss is divided by"
