@@ -452,11 +452,16 @@ def test_batches_look_alike_if_only_their_data_differ() -> None:
         ([torch.zeros(4, 2), len], 2),
         ({"a": torch.zeros(4, 2)}, 2),
     ]
-    looks = [split_batch((x,), {}, MISSING, None, count).look for x, count in batches]
-    again = [split_batch((filled(x, 3.0),), {}, MISSING, None, n).look for x, n in batches[:5]]
+    known: KnownCuts = {}
+
+    def look(value: Any, count: int) -> Any:
+        return split_batch((value,), {}, MISSING, None, count, known=known).look
+
+    looks = [look(x, count) for x, count in batches]
+    again = [look(filled(x, 3.0), count) for x, count in batches[:5]]
     assert len({*looks}) == len(batches)
     assert again == looks[:5]
-    named = split_batch((), {"x": torch.zeros(4, 2)}, torch.zeros(4), None, 2).look
+    named = split_batch((), {"x": torch.zeros(4, 2)}, torch.zeros(4), None, 2, known=known).look
     assert named not in looks
 
 

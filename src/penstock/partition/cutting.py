@@ -202,25 +202,22 @@ class Cutting:
     def _with_borrowed(self, homes: Homes) -> Homes:
         """The stages, also of units whose weights others use without holding them: stages share these."""
         lines = lines_of(self._draft.score) if self._draft is not None else ()
-        if borrowing := [line for line in lines if line.borrowed and line.what in homes]:
-            modules = dict(self.model.named_modules(remove_duplicate=False))
-            named = dict(named_tensors(self.model))
-            for path in homes:
-                held = (
-                    [tensor for _, tensor in named_tensors(modules[path])]
-                    if path in modules
-                    else [named[path]]
-                )
-                keys = {*map(id, held)}
-                users = [
-                    line.what
-                    for line in borrowing
-                    if any(id(named[name]) in keys for name in line.borrowed)
-                ]
-                homes[path] = sorted(
-                    {*homes[path], *(stage for user in users for stage in homes[user])}
-                )
-        return homes
+        borrowing = [line for line in lines if line.borrowed and line.what in homes]
+        if not borrowing:
+            return homes
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        named = dict(named_tensors(self.model))
+        lent: dict[int, set[int]] = {}
+        for line in borrowing:
+            for name in line.borrowed:
+                lent.setdefault(id(named[name]), set()).update(homes[line.what])
+
+        def shared(path: str, stages: Sequence[int]) -> list[int]:
+            held = dict(named_tensors(modules[path])).values() if path in modules else [named[path]]
+            others = set[int]().union(*(lent.get(id(tensor), ()) for tensor in held))
+            return sorted([*stages, *(others - {*stages})])
+
+        return {path: shared(path, stages) for path, stages in homes.items()}
 
     def _homes_of(self, placed: Sequence[Sequence[str]]) -> Homes:
         """The stages of each unit, of lists of units."""

@@ -545,11 +545,10 @@ class Engine:
         count = self._schedules.microbatches
         if microbatches is not None:
             count = whole_number("microbatches", microbatches)
-        rules, known = self._rules, self._cuts
+        rules = self._rules
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
-        if rules is not self._rules:
-            known = {}  # rules of this batch alone
+        known = self._cuts if rules is self._rules else None  # others are of this batch alone
         return split_batch(args, kwargs, target, rules, count, fewer=True, known=known)
 
     def _run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:

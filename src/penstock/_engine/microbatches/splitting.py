@@ -104,9 +104,8 @@ def split_batch(
         MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors disagree
             about the number of samples, there are fewer samples than microbatches, or ``count`` is below 1.
     """
-    known = {} if known is None else known
-    look = _look_of(args, kwargs, target, count)
-    cuts = known.get(look)
+    look = None if known is None else _look_of(args, kwargs, target, count)
+    cuts = None if known is None else known.get(look)
     if cuts is not None:
         values: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         values[_TARGET_KEY] = target
@@ -127,7 +126,7 @@ def split_batch(
         value, rule = arguments[key]
         arguments[key] = value, rule or (bounds_by_rows if isinstance(value, Tensor) else None)
     batch, pieces = _split_samples(len(args), arguments, count, fewer)
-    if look is None or not all(map(_is_cut_by_look, arguments.items())):
+    if known is None or look is None or not all(map(_is_cut_by_look, arguments.items())):
         return batch
     without_values = {
         key: of._replace(pieces=[piece._replace(value=None) for piece in of.pieces])

@@ -197,7 +197,7 @@ def _tasks(
         )
         for placed in placements
     ]
-    needs = [[*map(task.held_by_one, range(ranks))] for task in tasks]
+    needs = [task.held_by_one for task in tasks]
     fitting = [
         task for task, held in zip(tasks, needs, strict=True) if all(map(le, held, task.limit))
     ]

@@ -108,7 +108,7 @@ class Dispatcher:
         later = sum(
             sum(growth[each * parts + next_one : each * parts + done[each]]) for each in lanes
         )
-        return task.held_by_one(rank) + takes + later <= most
+        return task.held_by_one[rank] + takes + later <= most
 
 
 def rules(task: Task) -> Iterator[Rule]:

@@ -175,12 +175,14 @@ class Task:
                 takes[number + parts] = min(takes[number + parts], whole - takes[number])
         return takes
 
-    def held_by_one(self, rank: int) -> float:
-        """Return what a rank holds of one microbatch between forward and backward: its least memory."""
-        forwards = (lane * self.parts for lane in self.lanes[rank][::3])
-        return math.fsum(
-            self.growth[n] for first in forwards for n in range(first, first + self.slices)
-        )
+    @cached_property
+    def held_by_one(self) -> list[float]:
+        """What each rank holds of one microbatch between forward and backward: its least memory."""
+        parts, slices = self.parts, self.slices
+        return [
+            math.fsum(sum(self.growth[f * parts : f * parts + slices]) for f in lanes[::3])
+            for lanes in self.lanes
+        ]
 
 
 def in_order(op: Op, microbatches: int, slices: int) -> Sequence[int | Slice]:
